@@ -1,0 +1,281 @@
+"""The driver for NVIDIA GPUs: the driver API's virtual memory management on the primary context.
+
+Source of the rules: CUDA driver API reference, "Virtual Memory Management" and "Stream Management".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from tpspan.errors import DriverError, OutOfMemoryError
+from tpspan.memory.advice import OUT_OF_MEMORY, advise
+from tpspan.memory.driver import PAGE_NBYTES, Right
+
+_FLAGS = {
+    Right.NONE: cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_NONE,
+    Right.READ: cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ,
+    Right.READ_WRITE: cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+}
+_POSIX = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_ON_DEVICE = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+_ON_HOST = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
+_SUCCESS = cu.CUresult.CUDA_SUCCESS
+
+
+def check(call: str, result: tuple[Any, ...], **arguments: object) -> Any:
+    """Return the values of a driver call, or raise what it failed with, with advice.
+
+    Args:
+        call: the function's name.
+        result: what the binding returned: the code, then the values.
+        arguments: the arguments that matter, for the error.
+
+    Raises:
+        OutOfMemoryError: no memory is left.
+        DriverError: any other failure.
+    """
+    code, *values = result
+    if code != _SUCCESS:
+        _raise(call, int(code), code.name, arguments)
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _raise(call: str, code: int, code_name: str, arguments: dict[str, object]) -> None:
+    advice = advise(call, code_name, arguments, PAGE_NBYTES)
+    if code_name in OUT_OF_MEMORY:
+        _, free, total = cu.cuMemGetInfo()
+        requested = arguments.get("nbytes", 0)
+        raise OutOfMemoryError(
+            call,
+            code,
+            code_name,
+            arguments,
+            advice,
+            requested_nbytes=requested if isinstance(requested, int) else 0,
+            used_nbytes=total - free,
+            free_nbytes=free,
+        )
+    raise DriverError(call, code, code_name, arguments, advice)
+
+
+def _initialise() -> None:
+    try:
+        result = cu.cuInit(0)
+    except RuntimeError as error:  # the binding found no libcuda.so.1
+        arguments = {"reason": str(error).splitlines()[0]}
+        advice = advise("cuInit", "NO_DRIVER", arguments, PAGE_NBYTES)
+        raise DriverError("cuInit", -1, "NO_DRIVER", arguments, advice) from None
+    check("cuInit", result)
+
+
+def cuda_device_count() -> int:
+    """Return how many GPUs this process sees; 0 without a driver or a GPU."""
+    try:
+        _initialise()
+        return int(check("cuDeviceGetCount", cu.cuDeviceGetCount()))
+    except DriverError:
+        return 0
+
+
+def device_uuid(index: int) -> str:
+    """Return the UUID of a GPU, the same in every process whatever it calls the GPU.
+
+    Raises:
+        DriverError: there is no such GPU.
+    """
+    _initialise()
+    device = check("cuDeviceGet", cu.cuDeviceGet(index), index=index)
+    return bytes(check("cuDeviceGetUuid", cu.cuDeviceGetUuid_v2(device)).bytes).hex()
+
+
+class CudaDriver:
+    """``tpspan.memory.driver.Driver`` of one GPU; see there for what the calls do.
+
+    Any thread may call: the primary context, which torch uses too, is made current around each call
+    and what was current before is put back.
+    """
+
+    name = "cuda"
+    page_nbytes = PAGE_NBYTES
+
+    def __init__(self, index: int) -> None:
+        _initialise()
+        self.device = torch.device("cuda", index)
+        self._device = check("cuDeviceGet", cu.cuDeviceGet(index), index=index)
+        self._context = check(
+            "cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self._device), index=index
+        )
+        self._require(
+            cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+        )
+        self._require(
+            cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+        )
+        numa = self._attribute(cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID)
+        self._numa_node = max(numa, 0)  # -1 on machines that do not say: their only node is 0
+        self._on_host: dict[int, bool] = {}  # live handles, and where their memory lies
+        self._host_addresses: set[int] = set()
+        granularity = check(
+            "cuMemGetAllocationGranularity",
+            cu.cuMemGetAllocationGranularity(
+                self._properties(on_host=False),
+                cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+            ),
+        )
+        if PAGE_NBYTES % granularity:
+            raise DriverError(
+                "cuMemGetAllocationGranularity",
+                0,
+                "UNEXPECTED_GRANULARITY",
+                {"granularity": granularity},
+                f"tpspan's page of {PAGE_NBYTES} bytes must be a multiple of it",
+            )
+
+    def reserve(self, nbytes: int) -> int:
+        return int(
+            check(
+                "cuMemAddressReserve",
+                cu.cuMemAddressReserve(nbytes, PAGE_NBYTES, 0, 0),
+                nbytes=nbytes,
+            )
+        )
+
+    def free(self, address: int, nbytes: int) -> None:
+        check(
+            "cuMemAddressFree",
+            cu.cuMemAddressFree(address, nbytes),
+            address=address,
+            nbytes=nbytes,
+        )
+
+    def create(self, nbytes: int, on_host: bool = False) -> int:
+        with self.current():
+            result = cu.cuMemCreate(nbytes, self._properties(on_host), 0)
+            handle = int(check("cuMemCreate", result, nbytes=nbytes, on_host=on_host))
+        self._on_host[handle] = on_host
+        return handle
+
+    def release(self, handle: int) -> None:
+        self._live("cuMemRelease", handle)
+        check("cuMemRelease", cu.cuMemRelease(handle), handle=handle)
+        del self._on_host[handle]
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        on_host = self._live("cuMemMap", handle)
+        check(
+            "cuMemMap",
+            cu.cuMemMap(address, nbytes, 0, handle, 0),
+            address=address,
+            nbytes=nbytes,
+        )
+        if on_host:
+            self._host_addresses.add(address)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        check("cuMemUnmap", cu.cuMemUnmap(address, nbytes), address=address, nbytes=nbytes)
+        self._host_addresses.discard(address)
+
+    def protect(self, address: int, nbytes: int, right: Right) -> None:
+        locations = [(_ON_DEVICE, int(self._device))]
+        if address in self._host_addresses:  # the CPU may then use the mapping too
+            locations.append((_ON_HOST, self._numa_node))
+        access = [self._access(kind, index, right) for kind, index in locations]
+        check(
+            "cuMemSetAccess",
+            cu.cuMemSetAccess(address, nbytes, access, len(access)),
+            address=address,
+            nbytes=nbytes,
+            right=right.value,
+        )
+
+    def export_fd(self, handle: int) -> int:
+        self._live("cuMemExportToShareableHandle", handle)
+        result = cu.cuMemExportToShareableHandle(handle, _POSIX, 0)
+        return int(check("cuMemExportToShareableHandle", result, handle=handle))
+
+    def import_fd(self, fd: int, nbytes: int) -> int:
+        call = "cuMemImportFromShareableHandle"
+        with self.current():
+            result = cu.cuMemImportFromShareableHandle(fd, _POSIX)
+            handle = int(check(call, result, fd=fd, nbytes=nbytes))
+            properties = check(
+                "cuMemGetAllocationPropertiesFromHandle",
+                cu.cuMemGetAllocationPropertiesFromHandle(handle),
+            )
+        self._on_host[handle] = properties.location.type != _ON_DEVICE
+        return handle
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
+        with self.current():
+            check(
+                "cuMemcpyAsync",
+                cu.cuMemcpyAsync(target, source, nbytes, stream),
+                target=target,
+                source=source,
+                nbytes=nbytes,
+            )
+
+    def memory_info(self) -> tuple[int, int]:
+        with self.current():
+            free, total = check("cuMemGetInfo", cu.cuMemGetInfo())
+        return int(free), int(total)
+
+    def is_capturing(self, stream: int) -> bool:
+        with self.current():
+            code, status = cu.cuStreamIsCapturing(stream)
+        if code == cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+            return True  # the legacy stream, while another stream is being captured
+        check("cuStreamIsCapturing", (code,), stream=stream)
+        return bool(status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the primary context current on this thread for a ``with`` block."""
+        check("cuCtxPushCurrent", cu.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            check("cuCtxPopCurrent", cu.cuCtxPopCurrent())
+
+    def _properties(self, on_host: bool) -> Any:
+        properties = cu.CUmemAllocationProp()
+        properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = _POSIX
+        properties.location.type = _ON_HOST if on_host else _ON_DEVICE
+        properties.location.id = self._numa_node if on_host else int(self._device)
+        return properties
+
+    @staticmethod
+    def _access(kind: Any, index: int, right: Right) -> Any:
+        access = cu.CUmemAccessDesc()
+        access.location.type = kind
+        access.location.id = index
+        access.flags = _FLAGS[right]
+        return access
+
+    def _live(self, call: str, handle: int) -> bool:
+        if handle not in self._on_host:
+            invalid = cu.CUresult.CUDA_ERROR_INVALID_HANDLE
+            check(call, (invalid,), handle=handle)
+        return self._on_host[handle]
+
+    def _attribute(self, attribute: Any) -> int:
+        return int(
+            check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(attribute, self._device))
+        )
+
+    def _require(self, attribute: Any) -> None:
+        if not self._attribute(attribute):
+            check(
+                "cuMemCreate",
+                (cu.CUresult.CUDA_ERROR_NOT_SUPPORTED,),
+                device=str(self.device),
+                lacks=attribute.name,
+            )
