@@ -1,0 +1,166 @@
+"""Device kernels: compiled once per device by numba to PTX, loaded by cuda.core, launched bare.
+
+numba's own dispatcher costs 30 to 100 µs a launch and makes a context of its own; here numba only
+turns a function into PTX, and a launch packs integers into a buffer and calls cuLaunchKernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import re
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tpspan.errors import DriverError
+
+# Where each kernel's body is, and how many 64-bit integers it takes.
+_BODIES: dict[str, tuple[str, int]] = {
+    "post": ("tpspan.kernels.device_signals", 2),
+    "wait": ("tpspan.kernels.device_signals", 4),
+    "barrier": ("tpspan.kernels.device_signals", 8),
+    "gather_copy": ("tpspan.kernels.device_copy", 6),
+    "rotated_copy": ("tpspan.kernels.device_copy", 6),
+}
+_WORD_NBYTES = 8
+# The calling thread has no context, or one of another device.
+_WRONG_CONTEXT_NAMES = ("CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_HANDLE")
+_COMPILE_ADVICE = (
+    "numba compiles with libnvvm and libnvrtc of a CUDA toolkit: install one, or the package's "
+    "extra cuda, or set CUDA_HOME."
+)
+_LOAD_ADVICE = "The driver must be at least as new as the CUDA toolkit that compiled the kernel."
+
+_loaded: dict[tuple[str, int], DeviceKernel] = {}
+_contexts: dict[int, Any] = {}
+_lock = threading.Lock()
+
+
+def kernel_names() -> tuple[str, ...]:
+    """The names of all device kernels."""
+    return tuple(_BODIES)
+
+
+def compile_ptx(name: str, compute_capability: tuple[int, int]) -> tuple[str, str]:
+    """PTX of a kernel and the symbol of its entry; needs libnvvm and libnvrtc, but no GPU."""
+    from numba import cuda  # a second to import: only who compiles pays for it
+
+    module_name, num_arguments = _BODIES[name]
+    body = getattr(importlib.import_module(module_name), name)
+    signature = cuda.types.void(*[cuda.types.int64] * num_arguments)
+    ptx, _ = cuda.compile_ptx(body, signature, cc=compute_capability, device=False, abi="numba")
+    entry = re.search(r"\.entry\s+([\w$]+)\s*\(", ptx)
+    assert entry is not None, "numba's PTX has no entry"
+    return ptx, entry.group(1)
+
+
+def kernel(name: str, device_index: int) -> DeviceKernel:
+    """The kernel, compiled and loaded on its first use on this device. Any thread may call."""
+    found = _loaded.get((name, device_index))
+    if found is None:
+        with _lock:
+            found = _loaded.get((name, device_index))
+            if found is None:
+                found = DeviceKernel(name, device_index)
+                _loaded[name, device_index] = found
+    return found
+
+
+def prepare(device_index: int) -> None:
+    """Compile and load every kernel now: loading one while a stream is captured would fail."""
+    for name in _BODIES:
+        kernel(name, device_index)
+
+
+class DeviceKernel:
+    """One kernel on one device; calling it launches it."""
+
+    def __init__(self, name: str, device_index: int) -> None:
+        from cuda.bindings import driver  # absent where there is no CUDA
+        from cuda.core import Device, ObjectCode
+
+        self.name = name
+        self.device_index = device_index
+        self._driver = driver
+        with _device_context(driver, device_index):
+            capability = Device(device_index).compute_capability
+            with _advised("compile", name, _COMPILE_ADVICE):
+                ptx, symbol = compile_ptx(name, (capability.major, capability.minor))
+            with _advised("load", name, _LOAD_ADVICE):
+                self._code = ObjectCode.from_ptx(ptx.encode(), name=name)
+                self._kernel = self._code.get_kernel(symbol)
+            # A function, unlike a kernel, belongs to one context: a launch from a thread whose
+            # current device is another one fails instead of running there.
+            found = driver.cuKernelGetFunction(self._kernel.handle)
+            self._function = _check(found, "cuKernelGetFunction")
+        num_arguments = _BODIES[name][1]
+        self._format = struct.Struct(f"={num_arguments}q")
+        self._values = ctypes.create_string_buffer(num_arguments * _WORD_NBYTES)
+        start = ctypes.addressof(self._values)
+        addresses = (start + index * _WORD_NBYTES for index in range(num_arguments))
+        self._pointers = (ctypes.c_void_p * num_arguments)(*addresses)
+        self._parameters = ctypes.addressof(self._pointers)
+        self._lock = threading.Lock()
+
+    def __call__(self, stream: int, num_blocks: int, num_threads: int, *arguments: int) -> None:
+        """Launch on a stream given by its handle; the arguments are 64-bit integers.
+
+        Raises:
+            DriverError: the launch was refused.
+        """
+        with self._lock:  # the driver has read the buffer by the time it returns
+            self._format.pack_into(self._values, 0, *arguments)
+            (result,) = self._launch(stream, num_blocks, num_threads)
+            if result != 0 and result.name in _WRONG_CONTEXT_NAMES:
+                with _device_context(self._driver, self.device_index):
+                    (result,) = self._launch(stream, num_blocks, num_threads)
+        if result != 0:
+            raise DriverError(
+                "cuLaunchKernel",
+                int(result),
+                result.name,
+                {"kernel": self.name, "num_blocks": num_blocks, "num_threads": num_threads},
+                "An earlier kernel may have failed: errors of a device show at the next call.",
+            )
+
+    def _launch(self, stream: int, num_blocks: int, num_threads: int) -> tuple[Any]:
+        launched: tuple[Any] = self._driver.cuLaunchKernel(
+            self._function, num_blocks, 1, 1, num_threads, 1, 1, 0, stream, self._parameters, 0
+        )
+        return launched
+
+
+@contextmanager
+def _device_context(driver: Any, device_index: int) -> Iterator[None]:
+    """The device's primary context, current in this thread meanwhile."""
+    context = _contexts.get(device_index)
+    if context is None:
+        _check(driver.cuInit(0), "cuInit")
+        device = _check(driver.cuDeviceGet(device_index), "cuDeviceGet")
+        context = _check(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
+        _contexts[device_index] = context
+    _check(driver.cuCtxPushCurrent(context), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        _check(driver.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+
+@contextmanager
+def _advised(step: str, name: str, advice: str) -> Iterator[None]:
+    """Other libraries' failures as one of ours that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        arguments = {"kernel": name, "error": str(error)}
+        raise DriverError(step, -1, type(error).__name__, arguments, advice) from error
+
+
+def _check(result: tuple[Any, ...], call: str) -> Any:
+    code, *values = result
+    if code != 0:
+        raise DriverError(call, int(code), code.name)
+    return values[0] if values else None

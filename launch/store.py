@@ -1,0 +1,158 @@
+"""The control plane's channel over a torch store: one key a message, deleted by its reader.
+
+A store knows nothing of ends and failures, so each rank leaves a key when it leaves, one when it
+aborts the job, and a thread of each rank looks for the latter once a second. Where a launcher ends
+the job by itself (torchrun's agent) that comes first; under srun, or several agents, this is what
+ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from torch.distributed import Store
+
+from tpspan.errors import PeerError
+from tpspan.launch import failure
+from tpspan.launch.control import Tag
+
+# TCPStore refuses values above 8 MiB.
+CHUNK_NBYTES = 4 << 20
+WATCH_INTERVAL_S = 1.0
+LAST_WORDS_S = 2.5
+
+T = TypeVar("T")
+
+
+class StoreChannel:
+    """A ``Channel`` over a torch store.
+
+    Args:
+        store: any torch store that can check and delete keys.
+        prefix: a name that is the same on all ranks, and no other channel's.
+        rank, world_size: this rank and the number of ranks.
+        serves: whether this process is the store's server, so that it must not leave before the
+            rest.
+    """
+
+    def __init__(
+        self, store: Store, prefix: str, rank: int, world_size: int, *, serves: bool
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._serves = serves
+        self._sent: dict[tuple[int, str], list[str]] = {}
+        self._numbers: dict[tuple[str, int, str], tuple[int, int]] = {}
+        self._closed = threading.Event()
+        self.rank = rank
+        self.world_size = world_size
+        self._watcher = threading.Thread(target=self._watch, name="tpspan-watch", daemon=True)
+        self._watcher.start()
+
+    def send(self, peer: int, tag: Tag, data: bytes) -> None:
+        number = self._number("out", peer, tag)
+        key = self._key(self.rank, peer, tag, number)
+        chunks = [data[at : at + CHUNK_NBYTES] for at in range(0, len(data), CHUNK_NBYTES)]
+        keys = [key, *(f"{key}+{index}" for index in range(1, len(chunks)))]
+        # The first chunk goes last: once it is there, all are.
+        for chunk_key, chunk in list(zip(keys[1:], chunks[1:], strict=True))[::-1]:
+            self._call(lambda k=chunk_key, c=chunk: self._store.set(k, c))  # type: ignore[misc]
+        head = len(keys).to_bytes(4, "little") + (chunks[0] if chunks else b"")
+        self._call(lambda: self._store.set(key, head))  # type: ignore[arg-type]
+        self._sent[(peer, tag.context)] = keys
+        self._advance("out", peer, tag, number)
+
+    def poll(self, peer: int, tag: Tag) -> bytes | None:
+        number = self._number("in", peer, tag)
+        key = self._key(peer, self.rank, tag, number)
+        if not self._call(lambda: self._store.check([key])):
+            return None
+        head = self._take(key)
+        rest = [self._take(f"{key}+{at}") for at in range(1, int.from_bytes(head[:4], "little"))]
+        self._advance("in", peer, tag, number)
+        return b"".join([head[4:], *rest])
+
+    def retract(self, peer: int, tag: Tag) -> None:
+        for key in self._sent.pop((peer, tag.context), []):
+            self._call(lambda k=key: self._store.delete_key(k))  # type: ignore[misc]
+
+    def flush(self, limit_s: float) -> None:
+        pass
+
+    def has_left(self, peer: int) -> bool:
+        return bool(self._call(lambda: self._store.check([f"{self._prefix}/left/{peer}"])))
+
+    def abort(self, message: str) -> NoReturn:
+        key = f"{self._prefix}/abort"
+        try:
+            if self._store.check([key]):
+                # Another rank has said what happened; the watcher of this one is about to end it.
+                time.sleep(LAST_WORDS_S)
+                os._exit(1)
+            self._store.set(key, str(self.rank))
+        except RuntimeError:
+            pass
+        failure.report(message, self.rank, self.world_size)
+        if self._serves:
+            # The others look once a second; without the server they could not.
+            time.sleep(LAST_WORDS_S)
+        os._exit(1)
+
+    def close(self, linger_s: float = 5.0) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._watcher.join(LAST_WORDS_S)
+        with contextlib.suppress(RuntimeError):
+            self._leave(linger_s)
+
+    def _leave(self, linger_s: float) -> None:
+        left = f"{self._prefix}/left"
+        self._store.set(f"{left}/{self.rank}", b"")  # type: ignore[arg-type]
+        everyone = [f"{left}/{rank}" for rank in range(self.world_size)]
+        if self._store.add(f"{left}/count", 1) == self.world_size:
+            if not self._serves:
+                for key in (*everyone, f"{left}/count"):
+                    self._store.delete_key(key)
+        elif self._serves:
+            deadline_s = time.monotonic() + linger_s
+            while not self._store.check(everyone) and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+
+    def _watch(self) -> None:
+        key = f"{self._prefix}/abort"
+        while not self._closed.wait(WATCH_INTERVAL_S):
+            try:
+                aborted = self._store.check([key])
+            except RuntimeError:
+                # The server is gone: whoever needs it next gets a PeerError.
+                return
+            if aborted and self._store.get(key) != str(self.rank).encode():
+                os._exit(1)
+
+    def _key(self, source: int, target: int, tag: Tag, number: int) -> str:
+        return f"{self._prefix}/{tag.context}/{tag.sequence}/{source}>{target}/{number}"
+
+    def _number(self, way: str, peer: int, tag: Tag) -> int:
+        sequence, number = self._numbers.get((way, peer, tag.context), (tag.sequence, 0))
+        return number if sequence == tag.sequence else 0
+
+    def _advance(self, way: str, peer: int, tag: Tag, number: int) -> None:
+        self._numbers[(way, peer, tag.context)] = (tag.sequence, number + 1)
+
+    def _take(self, key: str) -> bytes:
+        value = self._call(lambda: self._store.get(key))
+        self._call(lambda: self._store.delete_key(key))
+        return value
+
+    def _call(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except RuntimeError as error:
+            what = f"the store of the control plane is gone ({str(error).splitlines()[0]})"
+            raise PeerError([0], what) from error

@@ -1,0 +1,224 @@
+"""The world: this job's ranks, what each has, and the control plane between them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+
+from tpspan.errors import ClosedError, CollectiveMismatch
+from tpspan.launch.control import Channel, Control, StarControl
+from tpspan.launch.hosts import Member, domain_of, on_host_of, shares_gpu
+from tpspan.memory.driver import Driver
+
+
+class Closable(Protocol):
+    """What a world can own: it must close without waiting for a peer."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+R = TypeVar("R", bound=Closable)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What does not change over the life of a world."""
+
+    launcher: str
+    source: str
+    local_rank: int
+    local_world_size: int
+    timeout_s: float
+    token: bytes
+
+
+class World:
+    """The ranks of a job; made by ``tpspan.init`` and by ``subset``. A context manager.
+
+    Attributes:
+        rank, world_size: this process, and how many there are.
+        local_rank, local_world_size: the same among the ranks of this host.
+        backend: ``cuda`` or ``host``.
+        device: the device that this rank uses.
+        driver: the memory driver of that device.
+        control: the control plane.
+        launcher: ``mpirun``, ``torchrun``, ``srun``, ``process group`` or ``alone``.
+        source: a sentence that says which variables decided.
+        timeout_s: the deadline of calls that give none.
+        domain: the ranks that can map each other's memory: one host, one user.
+        shares_device: whether another rank uses the same GPU.
+        token: 16 random bytes, the same on all ranks and secret to the job.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        control: StarControl,
+        ranks: Sequence[int],
+        members: Sequence[Member],
+        driver: Driver,
+        facts: Facts,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._channel = channel
+        self._control = control
+        self._ranks = tuple(ranks)
+        self._members = tuple(members)
+        self._facts = facts
+        self._resources: dict[str, Closable] = {}
+        self._subsets: list[World] = []
+        self._attempts: dict[tuple[int, ...], int] = {}
+        self._on_close = on_close
+        self._closed = False
+        self._lock = threading.RLock()
+        self.rank = control.rank
+        self.world_size = control.world_size
+        self.driver = driver
+        self.backend = driver.name
+        self.device: torch.device = driver.device
+        self.domain = domain_of(self._members, self.rank)
+        self.shares_device = shares_gpu(self._members, self.rank)
+        self.launcher, self.source = facts.launcher, facts.source
+        self.local_rank, self.local_world_size = facts.local_rank, facts.local_world_size
+        self.timeout_s, self.token = facts.timeout_s, facts.token
+
+    @property
+    def control(self) -> Control:
+        """The control plane.
+
+        Raises:
+            ClosedError: the world is closed.
+        """
+        self._check_open()
+        return self._control
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def subset(self, ranks: Sequence[int]) -> World:
+        """Collective over ``ranks`` only. Return a world of these ranks, renumbered in order.
+
+        It shares driver and transport with this one, and is closed with it. Ranks that are not
+        named need not call, and disjoint subsets may be made in any order.
+
+        Raises:
+            ValueError: a rank is named twice or does not exist, or this rank is not among them.
+            CollectiveMismatch: the ranks named the same ranks in different orders.
+            PeerError: some of the ranks did not call before the deadline.
+        """
+        self._check_open()
+        chosen = tuple(ranks)
+        if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(self.world_size)):
+            raise ValueError(f"ranks {chosen} must be different ranks of {self.world_size}")
+        if self.rank not in chosen:
+            raise ValueError(
+                f"rank {self.rank} is not among {chosen}: only those that are may call"
+            )
+        # The same ranks agree on a name without a word: all of them have asked for this set equally
+        # often. Sets that differ have different names, whatever the order they are made in.
+        ordered = tuple(sorted(chosen))
+        with self._lock:
+            attempt = self._attempts.get(ordered, 0)
+            self._attempts[ordered] = attempt + 1
+        context = f"{self._control.context}:{','.join(map(str, ordered))}#{attempt}"
+        hello = StarControl(
+            self._channel, [self._ranks[r] for r in ordered], context + "?", self.timeout_s
+        )
+        orders = hello.all_gather(chosen)
+        if len(set(orders)) > 1:
+            raise CollectiveMismatch("subset", dict(zip(ordered, orders, strict=True)))
+        inner = [self._ranks[r] for r in chosen]
+        members = [self._members[r] for r in chosen]
+        mates = on_host_of(members, chosen.index(self.rank))
+        facts = Facts(
+            self.launcher,
+            self.source,
+            mates.index(chosen.index(self.rank)),
+            len(mates),
+            self.timeout_s,
+            hashlib.sha256(self.token + context.encode()).digest()[:16],
+        )
+        control = StarControl(self._channel, inner, context, self.timeout_s)
+        made = World(self._channel, control, inner, members, self.driver, facts)
+        self._subsets.append(made)
+        return made
+
+    def resource(self, key: str, factory: Callable[[World], R]) -> R:
+        """Return what ``factory`` made for this key, making it at the first call.
+
+        The world closes its resources when it closes, the last made first.
+
+        Raises:
+            ClosedError: the world is closed.
+        """
+        self._check_open()
+        with self._lock:
+            if key not in self._resources:
+                made = factory(self)
+                # The factory may have asked for resources of its own: they came before this one.
+                self._resources[key] = made
+            found: Any = self._resources[key]
+        result: R = found
+        return result
+
+    def abort(self, error: BaseException) -> NoReturn:
+        """Print the error's traceback and end every rank of the job with a non-zero exit code."""
+        self._channel.abort("".join(traceback.format_exception(error)))
+
+    def close(self) -> None:
+        """Close what the world owns, the last made first; idempotent, and waits for no other rank.
+
+        Raises:
+            Exception: the first failure of a resource's ``close``, after all were tried.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._on_close)
+            for resource in self._resources.values():
+                stack.callback(resource.close)
+            for subset in self._subsets:
+                stack.callback(subset.close)
+
+    def __enter__(self) -> World:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed " if self._closed else ""
+        where = f"rank {self.rank} of {self.world_size} on {self.device}"
+        return f"<{state}World {where}, {self.launcher}>"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the world is closed")
+
+
+def close_at_exit(world: World) -> None:
+    """Close a world that its owner left open; a failure is one line, the interpreter is ending."""
+    try:
+        world.close()
+    except Exception as error:
+        sys.stderr.write(f"tpspan: rank {world.rank}: closing at exit: {error}\n")

@@ -1,0 +1,1 @@
+"""Functions that run on every rank of a group; each takes the world first."""

@@ -1,0 +1,89 @@
+"""tpspan: the ranks of a PyTorch job hold a tensor once between them, and read all of it.
+
+Layers, each importing only what stands below it: ``tools`` (what people run), ``parallel`` (models
+over spans), ``spans`` (all ranks), ``launch`` (who the ranks are), ``memory`` (one process),
+``kernels``, ``errors``. What users need is re-exported here and imported at its first use, so that
+the command line answers without waiting for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tpspan.errors import (
+        CaptureError,
+        CheckpointError,
+        ClosedError,
+        CollectiveMismatch,
+        DriverError,
+        InUseError,
+        LaunchError,
+        OutOfMemoryError,
+        PeerError,
+        TpspanError,
+    )
+    from tpspan.launch.start import init, world
+    from tpspan.launch.world import World
+    from tpspan.memory.driver import Right
+    from tpspan.parallel.loading import load_weights
+    from tpspan.parallel.parameters import share_parameters
+    from tpspan.spans.layout import Layout
+    from tpspan.spans.span import Span
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CaptureError": "errors",
+    "CheckpointError": "errors",
+    "ClosedError": "errors",
+    "CollectiveMismatch": "errors",
+    "DriverError": "errors",
+    "InUseError": "errors",
+    "LaunchError": "errors",
+    "OutOfMemoryError": "errors",
+    "PeerError": "errors",
+    "TpspanError": "errors",
+    "init": "launch.start",
+    "world": "launch.start",
+    "World": "launch.world",
+    "Right": "memory.driver",
+    "load_weights": "parallel.loading",
+    "share_parameters": "parallel.parameters",
+    "Layout": "spans.layout",
+    "Span": "spans.span",
+}
+
+__all__ = [
+    "CaptureError",
+    "CheckpointError",
+    "ClosedError",
+    "CollectiveMismatch",
+    "DriverError",
+    "InUseError",
+    "Layout",
+    "LaunchError",
+    "OutOfMemoryError",
+    "PeerError",
+    "Right",
+    "Span",
+    "TpspanError",
+    "World",
+    "init",
+    "load_weights",
+    "share_parameters",
+    "world",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tpspan' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tpspan.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,240 @@
+"""How a span comes to be: create, exchange, map, each step voted on, all undone if one fails.
+
+The order on every rank: (1) compare the requests and create the own blocks, (2) exchange descriptors
+and import, (3) map everything and give access. After each step the ranks vote (invariant 4). Blocks of
+a failed attempt go back to the driver and not to the pool: a peer may still hold them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from tpspan.launch.world import World
+from tpspan.memory import Block, BlockPool, Driver, Right
+from tpspan.spans.board import Board
+from tpspan.spans.layout import Layout
+from tpspan.spans.signals import Signals
+from tpspan.spans.table import SpanBlock, Table
+
+PlanT = TypeVar("PlanT", bound=tuple[Any, ...])
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds that the steps took on this rank, votes included."""
+
+    create_s: float
+    exchange_s: float
+    map_s: float
+
+
+@dataclass
+class Parts:
+    """Everything a span owns on this rank, and its one undo."""
+
+    number: int
+    table: Table
+    blocks: list[SpanBlock]
+    signals: Signals
+    slot: int
+    pool: BlockPool
+    timings: Timings
+    board: Board = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.board = self.signals.board
+
+    def check_moves(self, moves: Sequence[tuple[int, SpanBlock]]) -> None:
+        """Refuse moves that would not leave every offset with exactly one fitting block.
+
+        Raises:
+            ValueError: says which.
+        """
+        after = {placed.offset_bytes: placed.block for placed in self.table.placements}
+        if len({offset for offset, _ in moves}) != len(moves):
+            raise ValueError("an offset is named twice")
+        for offset, block in moves:
+            if block not in self.blocks:
+                raise ValueError(f"{block!r} does not belong to this span")
+            there = self.table.block_at(offset)
+            if there.nbytes != block.nbytes:
+                raise ValueError(
+                    f"{block!r} does not fit offset {offset}, where {there.nbytes} bytes are mapped"
+                )
+            after[offset] = block
+        if len({block.number for block in after.values()}) != len(after):
+            raise ValueError("a block would be mapped at two offsets (invariant 1)")
+
+    def close(self, *, pooled: bool, rank: int) -> None:
+        """Unmap, drop imports, and give own blocks back.
+
+        Args:
+            pooled: all ranks have voted to close, so own blocks may be used again once they have
+                unmapped them too; otherwise own blocks go back to the driver.
+            rank: this rank.
+        """
+        with contextlib.ExitStack() as stack:
+            own = [block.block for block in self.blocks if block.owner == rank]
+            for block in own:
+                stack.callback(self.pool.give if pooled else Block.close, block)
+            if pooled:
+                stack.callback(self.signals.release, self.slot)
+                stack.callback(self.board.barrier)  # invariant 6: every rank has unmapped
+            for block in self.blocks:
+                if block.owner != rank:
+                    stack.callback(block.block.close)
+            stack.callback(self.table.close)
+
+
+class Closable(Protocol):
+    """What ``OpenSpans`` closes."""
+
+    def close_with_world(self) -> None:
+        """Close without the other ranks, if nothing uses the object any more."""
+
+
+class OpenSpans:
+    """The spans of a world that are open, and their numbers, the same on all ranks."""
+
+    def __init__(self, world: World) -> None:
+        self._spans: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self.numbers = itertools.count()
+
+    @staticmethod
+    def of(world: World) -> OpenSpans:
+        """The open spans of a world."""
+        return world.resource("spans", OpenSpans)
+
+    def add(self, span: Closable) -> None:
+        """Remember an open span."""
+        self._spans.add(span)
+
+    def discard(self, span: Closable) -> None:
+        """Forget a closed span."""
+        self._spans.discard(span)
+
+    def close(self) -> None:
+        """Close what no tensor uses any more; the rest stays mapped until the process ends."""
+        for span in tuple(self._spans):
+            span.close_with_world()
+
+
+def allocate_parts(
+    world: World,
+    operation: str,
+    asked: object,
+    plan: Callable[[], PlanT],
+    *,
+    timeout_s: float | None,
+) -> tuple[Parts, PlanT]:
+    """Make everything a span owns. Collective.
+
+    Args:
+        asked: what must be the same on all ranks.
+        plan: checks the arguments; the first thing it returns is the layout.
+
+    Returns:
+        The parts, and what ``plan`` returned.
+
+    Raises:
+        As ``Span.allocate``.
+    """
+    signals = Signals.of(world)
+    board = signals.board
+    pool = world.resource("pool", _pool)
+    number = next(OpenSpans.of(world).numbers)
+    clock = [time.perf_counter()]
+    with contextlib.ExitStack() as undo:
+
+        def create() -> tuple[PlanT, list[Block], Table]:
+            planned = plan()
+            layout: Layout = planned[0]
+            own = [_take(pool, run.nbytes, undo) for run in layout.runs_of(world.rank)]
+            table = Table(world.driver, max(layout.span_nbytes, layout.page_nbytes))
+            undo.callback(table.close)
+            return planned, own, table
+
+        planned, own, table = board.begin(operation, asked, create, timeout_s=timeout_s)
+        layout = planned[0]
+        clock.append(time.perf_counter())
+        sizes: list[list[int]] = [[] for _ in range(world.world_size)]
+        for run in layout.runs:
+            sizes[run.owner].append(run.nbytes)
+        by_rank = _exchange(board, world.driver, own, sizes, undo, timeout_s)
+        clock.append(time.perf_counter())
+
+        def map_all() -> list[SpanBlock]:
+            following = [iter(blocks) for blocks in by_rank]
+            placed = []
+            for index, run in enumerate(layout.runs):
+                block = SpanBlock(index, run.owner, next(following[run.owner]))
+                table.place(run.offset_bytes, block)
+                placed.append(block)
+            if placed:
+                table.reservation.protect(Right.READ_WRITE, 0, layout.span_nbytes)
+            return placed
+
+        blocks = board.together("mapping", map_all, timeout_s=timeout_s)
+        slot = signals.acquire()
+        clock.append(time.perf_counter())
+        undo.pop_all()
+    timings = Timings(*(end - start for start, end in itertools.pairwise(clock)))
+    return Parts(number, table, blocks, signals, slot, pool, timings), planned
+
+
+def new_span_block(world: World, parts: Parts, owner: int, nbytes: int) -> SpanBlock:
+    """Make a block that all ranks of a span know. Collective; see ``Span.new_block``."""
+    board = parts.board
+    with contextlib.ExitStack() as undo:
+
+        def create() -> list[Block]:
+            page_nbytes = world.driver.page_nbytes
+            if not 0 <= owner < world.world_size:
+                raise ValueError(f"there is no rank {owner} in a world of {world.world_size}")
+            if nbytes <= 0 or nbytes % page_nbytes:
+                raise ValueError(f"{nbytes} bytes are not whole pages of {page_nbytes} bytes")
+            return [_take(parts.pool, nbytes, undo)] if owner == world.rank else []
+
+        own = board.begin("Span.new_block", (parts.number, owner, nbytes), create)
+        sizes = [[nbytes] if rank == owner else [] for rank in range(world.world_size)]
+        by_rank = _exchange(board, world.driver, own, sizes, undo, None)
+        undo.pop_all()
+    number = 1 + max((block.number for block in parts.blocks), default=-1)
+    block = SpanBlock(number, owner, by_rank[owner][0])
+    parts.blocks.append(block)
+    return block
+
+
+def _exchange(
+    board: Board,
+    driver: Driver,
+    own: list[Block],
+    sizes: list[list[int]],
+    undo: contextlib.ExitStack,
+    timeout_s: float | None,
+) -> list[list[Block]]:
+    def exchange() -> list[list[Block]]:
+        by_rank = board.exchange.all_gather(driver, own, sizes, timeout_s=timeout_s)
+        for rank, blocks in enumerate(by_rank):
+            if rank != board.rank:
+                for block in blocks:
+                    undo.callback(block.close)
+        return by_rank
+
+    return board.together("exchanging blocks", exchange, timeout_s=timeout_s)
+
+
+def _take(pool: BlockPool, nbytes: int, undo: contextlib.ExitStack) -> Block:
+    block = pool.take(nbytes)
+    undo.callback(block.close)
+    return block
+
+
+def _pool(world: World) -> BlockPool:
+    return BlockPool(world.driver)

@@ -1,0 +1,173 @@
+"""Agreement among the ranks of one host through shared memory: microseconds where sockets take more.
+
+Protocol of one round: a rank writes its message into its own page, into the half given by the parity
+of the round's number, then enters a barrier; after it, everyone reads everyone's half. A half is
+written again two rounds later, when the barrier of the round between has shown that all have read it
+(invariant 6).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from tpspan.errors import CollectiveMismatch, PeerError
+from tpspan.launch.world import World
+from tpspan.memory.host import HostDriver
+from tpspan.spans.exchange import Exchange
+from tpspan.spans.host_ops import HostOps
+from tpspan.spans.pages import Pages
+
+T = TypeVar("T")
+
+_LENGTH_NBYTES = 8
+_MESSAGES_OFFSET = 1 << 20  # the first half of the page holds counters
+_HALF_NBYTES = 1 << 19
+
+
+class Board:
+    """Small messages and votes among all ranks of a world on one host. Every call is collective.
+
+    After a call failed, the ranks no longer agree on what was said: every later call raises
+    ``PeerError`` at once.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.rank = world.rank
+        self.world_size = world.world_size
+        self.timeout_s = world.timeout_s
+        self.exchange = world.resource("exchange", Exchange)
+        self._pages = Pages(self.exchange, HostDriver())
+        self._ops = HostOps(self._pages, self.exchange, world.timeout_s)
+        self._round = 0
+        self._broken: PeerError | None = None
+
+    @staticmethod
+    def of(world: World) -> Board:
+        """The board of a world, made at its first use. Collective."""
+        return world.resource("board", Board)
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Wait until every rank has come.
+
+        Raises:
+            PeerError: ranks died or did not come before the deadline; it names them.
+        """
+        self.all_gather_bytes(b"", timeout_s=timeout_s)
+
+    def all_gather(self, message: object, *, timeout_s: float | None = None) -> list[Any]:
+        """Give every rank's message, anything that pickles, to every rank, by rank.
+
+        Raises:
+            PeerError: ranks died or did not come before the deadline; it names them.
+        """
+        payloads = self.all_gather_bytes(pickle.dumps(message), timeout_s=timeout_s)
+        return [pickle.loads(payload) for payload in payloads]
+
+    def all_gather_bytes(self, message: bytes, *, timeout_s: float | None = None) -> list[bytes]:
+        """``all_gather`` of bytes, of any lengths."""
+        room = _HALF_NBYTES - _LENGTH_NBYTES
+        received = [bytearray() for _ in range(self.world_size)]
+        at = 0
+        while True:
+            half = _MESSAGES_OFFSET + self._round % 2 * _HALF_NBYTES
+            part = message[at : at + room]
+            mine = self._pages.base_address + self.rank * self._pages.page_nbytes + half
+            ctypes.c_uint64.from_address(mine).value = len(message)
+            ctypes.memmove(mine + _LENGTH_NBYTES, part, len(part))
+            at += len(part)
+            self._meet(self.timeout_s if timeout_s is None else timeout_s)
+            is_complete = True
+            for rank, got in enumerate(received):
+                page = self._pages.base_address + rank * self._pages.page_nbytes + half
+                length = ctypes.c_uint64.from_address(page).value
+                got += ctypes.string_at(page + _LENGTH_NBYTES, min(room, length - len(got)))
+                is_complete &= len(got) == length
+            if is_complete:
+                return [bytes(got) for got in received]
+
+    def begin(
+        self,
+        operation: str,
+        request: object,
+        step: Callable[[], T],
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Open a collective call: compare what every rank asks for, and take the first step.
+
+        One round serves both. ``step`` changes nothing that a failure would leave behind: it checks
+        arguments, waits for a fence, or makes what the caller's ``ExitStack`` undoes.
+
+        Args:
+            operation: the call's name, for errors.
+            request: what must be equal on all ranks; it pickles.
+            step: what this rank does first.
+
+        Raises:
+            CollectiveMismatch: the requests differ (invariant 3); raised on all ranks.
+            PeerError: the step failed on other ranks, or they did not come.
+            BaseException: whatever ``step`` raised on this rank.
+        """
+        value, error = _attempt(step)
+        message = (operation, request, _text(error))
+        said = self.all_gather(message, timeout_s=timeout_s)
+        if any(other[:2] != said[0][:2] for other in said):
+            shown = {
+                rank: what if name == operation else f"{name}: {what}"
+                for rank, (name, what, _) in enumerate(said)
+            }
+            raise CollectiveMismatch(operation, shown)
+        _raise_failures(operation, error, [text for *_, text in said])
+        return cast(T, value)
+
+    def together(
+        self, what: str, step: Callable[[], T], *, timeout_s: float | None = None
+    ) -> T:
+        """Do a step on every rank, and fail on all if it fails on one (invariant 4).
+
+        The caller undoes its own part when this raises.
+
+        Raises:
+            PeerError: the step failed on other ranks; it says what they said.
+            BaseException: whatever ``step`` raised on this rank.
+        """
+        value, error = _attempt(step)
+        _raise_failures(what, error, self.all_gather(_text(error), timeout_s=timeout_s))
+        return cast(T, value)
+
+    def close(self) -> None:
+        """Unmap the pages."""
+        self._pages.close()
+
+    def _meet(self, timeout_s: float) -> None:
+        if self._broken is not None:
+            raise PeerError(self._broken.ranks, f"already failed earlier: {self._broken.what}")
+        self._round += 1
+        try:
+            self._ops.barrier(0, timeout_s=timeout_s)
+        except PeerError as error:
+            self._broken = error
+            raise
+
+
+def _attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return step(), None
+    except BaseException as error:
+        return None, error
+
+
+def _text(error: BaseException | None) -> str | None:
+    return error and f"{type(error).__name__}: {error}"
+
+
+def _raise_failures(what: str, error: BaseException | None, said: list[str | None]) -> None:
+    if error is not None:
+        raise error
+    failed = {rank: text for rank, text in enumerate(said) if text}
+    if failed:
+        texts = "; ".join(failed.values())
+        raise PeerError(failed, f"{what} failed there and was undone on all ranks: {texts}")

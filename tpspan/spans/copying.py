@@ -1,0 +1,72 @@
+"""Copying a gathered range into ordinary memory: by kernel or copy engine, peers in rotation."""
+
+from __future__ import annotations
+
+import torch
+
+from tpspan import kernels
+from tpspan.memory import Driver
+from tpspan.spans.layout import Layout, Run
+
+KERNEL_MAX_NBYTES = 256 << 20
+"""Above this one copy engine, which takes no multiprocessor, is at least as fast as a kernel."""
+
+
+def check_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a target that a plain copy of bytes would not fill rightly.
+
+    Raises:
+        ValueError: wrong dtype, device, number of elements, or not contiguous.
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+    if out.dtype != dtype or out.numel() != numel:
+        raise ValueError(
+            f"out must have {numel} elements of {dtype}, not {out.numel()} of {out.dtype}"
+        )
+    if out.device != device:
+        raise ValueError(f"out must be on {device}, not on {out.device}")
+    if not out.is_contiguous():
+        raise ValueError("out must be contiguous")
+
+
+def rotated(layout: Layout, rank: int) -> list[Run]:
+    """The pieces of a whole span in the order in which ``rank`` copies them.
+
+    The right neighbour's first, then on around, its own last: at any time the ranks read from
+    different owners.
+    """
+    by_owner: list[list[Run]] = [[] for _ in range(layout.world_size)]
+    for piece in layout.pieces():
+        by_owner[piece.owner].append(piece)
+    owners = [(rank + k) % layout.world_size for k in range(1, layout.world_size + 1)]
+    if len(layout.runs) <= layout.world_size or layout.world_size == 1:
+        return [piece for owner in owners for piece in by_owner[owner]]
+    # Owners alternate: keep the order of addresses and begin behind an own piece.
+    pieces = list(layout.pieces())
+    first = next((i for i, p in enumerate(pieces) if p.owner == owners[0]), 0)
+    return pieces[first:] + pieces[:first]
+
+
+def copy_to(
+    driver: Driver, layout: Layout, rank: int, address: int, out: torch.Tensor, stream: int
+) -> None:
+    """Copy the whole span at ``address`` into ``out``, on ``stream`` on CUDA."""
+    if not layout.nbytes:
+        return
+    pieces = rotated(layout, rank)
+    target = out.data_ptr()
+    if driver.name == "cuda" and layout.nbytes <= KERNEL_MAX_NBYTES:
+        kernels.rotated_copy(
+            target,
+            address,
+            layout.nbytes,
+            pieces[0].offset_bytes,
+            device=out.device.index,
+            stream=stream,
+        )
+        return
+    for piece in pieces:
+        at = piece.offset_bytes
+        driver.copy(target + at, address + at, piece.nbytes, stream)

@@ -1,0 +1,110 @@
+"""Signals between hosts' threads of control: futexes on the counters, with a look at who died."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+
+from tpspan import kernels
+from tpspan.errors import PeerError
+from tpspan.spans.exchange import Exchange
+from tpspan.spans.pages import Pages
+
+_LOOK_FOR_DEAD_S = 0.2
+
+
+class HostOps:
+    """Post, wait and barrier of the calling thread over pages of counters (``SignalOps``).
+
+    Args:
+        pages: hold the counters; their content begins as zeros, as that of new host memory does.
+        exchange: knows which peers have died.
+        timeout_s: the deadline where a call gives none.
+    """
+
+    def __init__(self, pages: Pages, exchange: Exchange, timeout_s: float) -> None:
+        self._pages = pages
+        self._exchange = exchange
+        self._rank, self._world_size = exchange.rank, exchange.world_size
+        self._timeout_s = timeout_s
+        self._counts: dict[tuple[str, int, int], ctypes.c_uint32] = {}
+        self._missing: tuple[int, ...] = ()
+
+    def barrier(self, slot: int, stream: int = 0, *, timeout_s: float | None = None) -> None:
+        """Wait until every rank has come to this barrier of the slot.
+
+        Raises:
+            PeerError: ranks died or did not come before the deadline.
+        """
+        place = (self._pages.base_address, self._pages.page_nbytes, slot, self._rank)
+        epoch = self._count("epoch", slot, 0)
+        address = ctypes.addressof(epoch)
+        self._until(
+            lambda left_s: kernels.host_barrier(*place, self._world_size, address, left_s),
+            epoch,
+            timeout_s,
+        )
+
+    def post(self, slot: int, peer: int, stream: int = 0) -> None:
+        """Count one more post to a peer, and wake it if it waits."""
+        sent = self._count("sent", slot, peer)
+        kernels.host_post(self._counter(slot, peer, self._rank), ctypes.addressof(sent))
+
+    def wait(
+        self, slot: int, peer: int, stream: int = 0, *, timeout_s: float | None = None
+    ) -> None:
+        """Wait for the peer's next post.
+
+        Raises:
+            PeerError: it died or did not post before the deadline.
+        """
+        expected = self._count("expected", slot, peer)
+        address = ctypes.addressof(expected)
+        counter = self._counter(slot, self._rank, peer)
+        self._until(
+            lambda left_s: kernels.host_wait(counter, address, left_s, peer=peer),
+            expected,
+            timeout_s,
+        )
+
+    def missing(self) -> tuple[int, ...]:
+        return self._missing
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+    def _until(
+        self,
+        attempt: Callable[[float], tuple[int, ...]],
+        count: ctypes.c_uint32,
+        timeout_s: float | None,
+    ) -> None:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            missing = attempt(min(left_s, _LOOK_FOR_DEAD_S))
+            if not missing:
+                return
+            count.value -= 1  # the attempt is made again: it must not count twice
+            dead = set(self._exchange.dead_peers()) & set(missing)
+            if dead:
+                self._missing = tuple(sorted(dead))
+                raise PeerError(dead, "its process ended" if len(dead) == 1 else "have ended")
+            if time.monotonic() >= deadline:
+                self._missing = missing
+                raise PeerError(
+                    missing,
+                    f"did not come within {timeout_s:g} s; all ranks must make the same "
+                    "collective calls in the same order",
+                )
+
+    def _counter(self, slot: int, receiver: int, sender: int) -> int:
+        pages = self._pages
+        return kernels.counter_address(
+            pages.base_address, pages.page_nbytes, self._world_size, slot, receiver, sender
+        )
+
+    def _count(self, kind: str, slot: int, peer: int) -> ctypes.c_uint32:
+        return self._counts.setdefault((kind, slot, peer), ctypes.c_uint32())

@@ -1,0 +1,38 @@
+"""One page of every rank, mapped read-write by all: what counters and messages lie in."""
+
+from __future__ import annotations
+
+import contextlib
+
+from tpspan.memory import Block, Driver, Reservation, Right
+from tpspan.spans.exchange import Exchange
+
+
+class Pages:
+    """``world_size`` pages, the r-th of which is memory of rank r. Collective.
+
+    Attributes:
+        base_address: where the page of rank 0 is mapped in this process.
+        page_nbytes: the distance from one rank's page to the next.
+    """
+
+    def __init__(self, exchange: Exchange, driver: Driver) -> None:
+        self.page_nbytes = driver.page_nbytes
+        sizes = [[self.page_nbytes]] * exchange.world_size
+        with contextlib.ExitStack() as undo:
+            own = undo.enter_context(Block.create(driver, self.page_nbytes))
+            blocks = exchange.all_gather(driver, [own], sizes)
+            for rank, (block,) in enumerate(blocks):
+                if rank != exchange.rank:
+                    undo.callback(block.close)
+            reservation = Reservation(driver, exchange.world_size * self.page_nbytes)
+            undo.callback(reservation.close_all)
+            for rank, (block,) in enumerate(blocks):
+                reservation.map(rank * self.page_nbytes, block)
+            reservation.protect(Right.READ_WRITE)
+            self._undo = undo.pop_all()
+        self.base_address = reservation.address
+
+    def close(self) -> None:
+        """Unmap the pages and drop the blocks; peers that still map this rank's keep reading it."""
+        self._undo.close()

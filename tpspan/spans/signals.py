@@ -1,0 +1,211 @@
+"""Signals between the streams of ranks: post, wait and barrier, each with a deadline.
+
+Counters lie in one page per rank, mapped by all: rank r polls its own memory, its peers write there.
+How a stream waits depends on who shares a GPU:
+
+- every rank has its own GPU: a kernel posts and polls (``tpspan.kernels``), one launch a barrier;
+- ranks share a GPU: they are time-sliced, and a kernel that spins keeps the one it waits for from
+  running (2.3 ms a barrier, against 14 µs). There the stream itself waits for a value, see
+  ``tpspan.spans.stream_ops``;
+- no GPU: the host waits on a futex.
+
+A slot is a set of counters for one purpose. It holds at least one outstanding post per pair of ranks;
+a second post may hold the sender's stream until the first was taken.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from tpspan import kernels
+from tpspan.errors import PeerError
+from tpspan.launch.world import World
+from tpspan.spans.board import Board
+from tpspan.spans.host_ops import HostOps
+from tpspan.spans.pages import Pages
+from tpspan.spans.stream_ops import StreamOps
+
+_SLOTS_NBYTES = 1 << 20  # of each page of counters
+
+
+class SignalOps(Protocol):
+    """One way to post and to wait."""
+
+    def barrier(self, slot: int, stream: int) -> None:
+        """Hold the stream until the streams of all ranks have come to this barrier."""
+
+    def post(self, slot: int, peer: int, stream: int) -> None:
+        """Tell a peer's stream that everything before on this stream is done."""
+
+    def wait(self, slot: int, peer: int, stream: int) -> None:
+        """Hold the stream until the peer's next post."""
+
+    def missing(self) -> tuple[int, ...]:
+        """The ranks for which a wait ran out of time; empty as long as none did."""
+
+    def close(self) -> None:
+        """Stop helpers; nothing waits any more."""
+
+
+class Signals:
+    """The signals of one world, shared by its spans. Made by ``Signals.of``, collectively."""
+
+    def __init__(self, world: World) -> None:
+        self.board = Board.of(world)
+        self.world_size = world.world_size
+        self._pages = Pages(self.board.exchange, world.driver)
+        self._free = list(range(_SLOTS_NBYTES // (64 * world.world_size)))[::-1]
+        self._ops: SignalOps
+        if world.backend == "host":
+            self._ops = HostOps(self._pages, self.board.exchange, world.timeout_s)
+        elif any(self.board.all_gather(world.shares_device)):
+            self._ops = StreamOps(self._pages, world)
+        else:
+            self._ops = KernelOps(self._pages, world)
+        self.board.barrier()  # nobody posts before every page is mapped and cleared
+
+    @staticmethod
+    def of(world: World) -> Signals:
+        """The signals of a world, made at their first use. Collective."""
+        return world.resource("signals", Signals)
+
+    def acquire(self) -> int:
+        """Take a slot. Ranks acquire and release in the same order, so that it is the same one.
+
+        Raises:
+            RuntimeError: every slot is in use.
+        """
+        if not self._free:
+            raise RuntimeError("no signal slot is left: close spans that are no longer needed")
+        return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        """Give a slot back, after all ranks have finished with it."""
+        self._free.append(slot)
+
+    def barrier(self, slot: int, stream: int) -> None:
+        """Hold the stream until the streams of all ranks have come here. Collective.
+
+        On the host backend the caller itself is held. On CUDA the host goes on at once; a wait that
+        runs out of time releases the stream, and ``check`` says so.
+
+        Raises:
+            PeerError: an earlier wait ran out of time.
+        """
+        self.check()
+        self._ops.barrier(slot, stream)
+
+    def post(self, slot: int, peer: int, stream: int) -> None:
+        """Tell a peer that everything before on this stream is done."""
+        self.check()
+        self._ops.post(slot, self._peer(peer), stream)
+
+    def wait(self, slot: int, peer: int, stream: int) -> None:
+        """Hold the stream until the peer's next post on the slot.
+
+        Raises:
+            PeerError: the peer did not post in time (host backend), or an earlier wait ran out.
+        """
+        self.check()
+        self._ops.wait(slot, self._peer(peer), stream)
+
+    def check(self) -> None:
+        """Raise what a wait on a stream ran into.
+
+        Raises:
+            PeerError: ranks did not come before the deadline; what was computed since is void.
+        """
+        missing = self._ops.missing()
+        if missing:
+            raise PeerError(
+                missing,
+                "did not come before a stream's wait ran out of time; results since are void",
+            )
+
+    def close(self) -> None:
+        """Unmap the counters."""
+        self._ops.close()
+        self._pages.close()
+
+    def _peer(self, peer: int) -> int:
+        if not 0 <= peer < self.world_size:
+            raise ValueError(f"there is no rank {peer} in a world of {self.world_size}")
+        return peer
+
+
+class KernelOps:
+    """Kernels post and poll; every rank has a GPU of its own."""
+
+    def __init__(self, pages: Pages, world: World) -> None:
+        self._pages = pages
+        self._rank, self._world_size = world.rank, world.world_size
+        self._device = world.device.index
+        self._timeout_ns = int(world.timeout_s * 1e9)
+        num_slots = _SLOTS_NBYTES // (64 * world.world_size)
+        # Counts advance on the device, so that a captured graph does not replay an old one.
+        counts = torch.zeros(3, num_slots * world.world_size, dtype=torch.int32)
+        self._counts = counts.to(world.device)
+        self._epochs, self._sent, self._expected = (row.data_ptr() for row in self._counts)
+        self._status = torch.zeros(world.world_size, dtype=torch.int32).pin_memory()
+        self._status_words = self._status.numpy()
+        _clear_own_page(pages, world)
+        kernels.prepare(self._device)
+
+    def barrier(self, slot: int, stream: int) -> None:
+        if self._world_size == 1:
+            return
+        kernels.barrier(
+            self._pages.base_address,
+            self._pages.page_nbytes,
+            slot,
+            self._rank,
+            self._world_size,
+            self._epochs + 4 * slot,
+            self._status.data_ptr(),
+            self._timeout_ns,
+            device=self._device,
+            stream=stream,
+        )
+
+    def post(self, slot: int, peer: int, stream: int) -> None:
+        kernels.post(
+            self._counter(slot, peer, self._rank),
+            self._sent + 4 * (slot * self._world_size + peer),
+            device=self._device,
+            stream=stream,
+        )
+
+    def wait(self, slot: int, peer: int, stream: int) -> None:
+        kernels.wait(
+            self._counter(slot, self._rank, peer),
+            self._expected + 4 * (slot * self._world_size + peer),
+            self._status.data_ptr() + 4 * peer,
+            self._timeout_ns,
+            device=self._device,
+            stream=stream,
+        )
+
+    def missing(self) -> tuple[int, ...]:
+        if not self._status_words.any():
+            return ()
+        return tuple(rank for rank, late in enumerate(self._status_words) if late)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def _counter(self, slot: int, receiver: int, sender: int) -> int:
+        pages = self._pages
+        return kernels.counter_address(
+            pages.base_address, pages.page_nbytes, self._world_size, slot, receiver, sender
+        )
+
+
+def _clear_own_page(pages: Pages, world: World) -> None:
+    """Clear this rank's counters; a block's first content is undefined."""
+    zeros = torch.zeros(pages.page_nbytes, dtype=torch.uint8, device=world.device)
+    stream = torch.cuda.current_stream(world.device)
+    own = pages.base_address + world.rank * pages.page_nbytes
+    world.driver.copy(own, zeros.data_ptr(), pages.page_nbytes, stream.cuda_stream)
+    stream.synchronize()
