@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -43,6 +43,19 @@ _POINTER = _I32.as_pointer()
 _TIME = ir.LiteralStructType([_I64, _I64])  # struct timespec on 64-bit machines
 
 Emit = Callable[[Any, Any, Any, Any], Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(signature: str) -> Callable[[Function], Function]:
+    """Compile a function now, without the GIL, and keep the result on disk where that can be."""
+
+    def decorate(function: Function) -> Function:
+        try:
+            return njit(signature, nogil=True, cache=True)(function)
+        except RuntimeError:  # no folder to write to, neither beside the file nor at home
+            return njit(signature, nogil=True)(function)
+
+    return decorate
 
 
 def _word(builder: Any, address: Any) -> Any:

@@ -34,7 +34,8 @@ class CopyTable:
     """A list of pieces ready for gather_copy.
 
     Attributes:
-        rows: int64 of shape (num_pieces + 1, 4); the caller brings it to where the kernel runs.
+        rows: int64 of shape (num_pieces + 1, 4), without the empty pieces; the caller brings it to
+            where the kernel runs.
         num_pieces, num_chunks, chunk_nbytes: further arguments of gather_copy.
     """
 
@@ -56,15 +57,16 @@ class CopyTable:
         Raises:
             ValueError: a size is negative, or chunk_nbytes is not positive.
         """
-        rows = numpy.zeros((len(pieces) + 1, COLUMNS), dtype=numpy.int64)
-        if pieces:
-            rows[:-1, :3] = numpy.asarray(pieces, dtype=numpy.int64)
-        sizes = rows[:-1, 2]
-        if (sizes < 0).any():
-            raise ValueError(f"a piece has a negative size: {int(sizes.min())} bytes")
+        given = numpy.asarray(pieces, dtype=numpy.int64).reshape(len(pieces), 3)
+        if (given[:, 2] < 0).any():
+            raise ValueError(f"a piece has a negative size: {int(given[:, 2].min())} bytes")
+        given = given[given[:, 2] > 0]
+        rows = numpy.zeros((len(given) + 1, COLUMNS), dtype=numpy.int64)
+        rows[:-1, :3] = given
+        sizes = given[:, 2]
         if chunk_nbytes is None:
             chunk_nbytes = chunk_nbytes_for(int(sizes.sum()), num_blocks)
         if chunk_nbytes <= 0:
             raise ValueError(f"chunk_nbytes must be positive, not {chunk_nbytes}")
         numpy.cumsum(-(-sizes // chunk_nbytes), out=rows[1:, 3])
-        return cls(rows, len(pieces), int(rows[-1, 3]), chunk_nbytes)
+        return cls(rows, len(given), int(rows[-1, 3]), chunk_nbytes)

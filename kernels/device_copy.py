@@ -14,6 +14,7 @@ from tpspan.kernels import ptx
 from tpspan.kernels.chunks import COLUMNS
 
 _ROW_NBYTES = 8 * COLUMNS
+_FIRST_CHUNK = 24  # the bytes of a row before this column
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
@@ -55,6 +56,19 @@ def _copy_shifted(target: int, source: int, nbytes: int) -> None:
     aligned = source - shift
     offset = 16 * types.int64(cuda.threadIdx.x)
     step = 16 * types.int64(cuda.blockDim.x)
+    while shift != 0 and offset + step < nbytes:
+        first = ptx.load_word(aligned + offset)
+        second = ptx.load_word(aligned + offset + 8)
+        third = ptx.load_word(aligned + offset + 16)
+        offset_2 = offset + step
+        first_2 = ptx.load_word(aligned + offset_2)
+        second_2 = ptx.load_word(aligned + offset_2 + 8)
+        third_2 = ptx.load_word(aligned + offset_2 + 16)
+        low_half = (first >> low) | (second << high)
+        ptx.store_vector(target + offset, low_half, (second >> low) | (third << high))
+        low_half = (first_2 >> low) | (second_2 << high)
+        ptx.store_vector(target + offset_2, low_half, (second_2 >> low) | (third_2 << high))
+        offset += 2 * step
     while offset < nbytes:
         first = ptx.load_word(aligned + offset)
         second = ptx.load_word(aligned + offset + 8)
@@ -83,21 +97,28 @@ def gather_copy(
     target: int, source: int, table: int, num_pieces: int, num_chunks: int, chunk_nbytes: int
 ) -> None:
     piece = types.int64(0)
+    previous = types.int64(0)
     chunk = types.int64(cuda.blockIdx.x)
     while chunk < num_chunks:
-        # Chunks only grow, so the piece is found forwards: the next one, or by bisection.
-        if chunk >= ptx.load_int64(table + (piece + 1) * _ROW_NBYTES + 24):
-            below = piece + 1
-            above = num_pieces
-            while above - below > 1:
-                middle = (below + above) >> 1
-                if chunk >= ptx.load_int64(table + middle * _ROW_NBYTES + 24):
-                    below = middle
+        # Every piece has a chunk at least, so no more pieces than chunks have gone by since the
+        # last look. That many have if pieces are small, and none if they are large: two loads that
+        # do not wait for each other find both cases.
+        above = min(piece + chunk - previous, num_pieces - 1)
+        next_first = ptx.load_int64(table + (piece + 1) * _ROW_NBYTES + _FIRST_CHUNK)
+        above_first = ptx.load_int64(table + above * _ROW_NBYTES + _FIRST_CHUNK)
+        if chunk >= above_first:
+            piece = above
+        elif chunk >= next_first:
+            piece += 1
+            while above - piece > 1:
+                middle = (piece + above) >> 1
+                if chunk >= ptx.load_int64(table + middle * _ROW_NBYTES + _FIRST_CHUNK):
+                    piece = middle
                 else:
                     above = middle
-            piece = below
+        previous = chunk
         row = table + piece * _ROW_NBYTES
-        offset = (chunk - ptx.load_int64(row + 24)) * chunk_nbytes
+        offset = (chunk - ptx.load_int64(row + _FIRST_CHUNK)) * chunk_nbytes
         nbytes = min(ptx.load_int64(row + 16) - offset, chunk_nbytes)
         from_address = source + ptx.load_int64(row) + offset
         _copy_chunk(target + ptx.load_int64(row + 8) + offset, from_address, nbytes)

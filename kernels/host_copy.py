@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from numba import njit
-
 from tpspan.kernels import atomics
 from tpspan.kernels.chunks import COLUMNS
 
 _ROW_NBYTES = 8 * COLUMNS
 
 
-@njit("void(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[misc]
+@atomics.compiled("void(int64, int64, int64, int64)")
 def _gather_copy(target: int, source: int, table: int, num_pieces: int) -> None:
     for piece in range(num_pieces):
         row = table + piece * _ROW_NBYTES
@@ -21,7 +19,7 @@ def _gather_copy(target: int, source: int, table: int, num_pieces: int) -> None:
         )
 
 
-@njit("void(int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[misc]
+@atomics.compiled("void(int64, int64, int64, int64)")
 def _rotated_copy(target: int, source: int, nbytes: int, start: int) -> None:
     atomics.copy_bytes(target + start, source + start, nbytes - start)
     atomics.copy_bytes(target, source, start)

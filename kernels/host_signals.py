@@ -12,8 +12,7 @@ from __future__ import annotations
 import os
 import time
 
-from numba import njit
-from numba.core import types
+from numba import types
 
 from tpspan.kernels import atomics
 from tpspan.kernels.board import LINE_NBYTES
@@ -28,21 +27,24 @@ _SLICE_NS = 100_000_000
 # About 20 µs of looking costs no more than going to sleep does, if the other side has a core.
 _NUM_SPINS_WITH_CORES = 1000
 _NUM_SPINS_WITHOUT = 20
+_num_own_cores = len(os.sched_getaffinity(0))
+# A launcher that binds every rank to a core of its own leaves one: the others have theirs.
+_NUM_CORES = _num_own_cores if _num_own_cores > 1 else os.cpu_count() or 1
 
 
-@njit(nogil=True, cache=True)  # type: ignore[misc]
+@atomics.compiled("boolean(int64, uint32)")
 def _has_arrived(counter: int, count: int) -> bool:
     return types.int32(atomics.load_acquire(counter) - types.uint32(count)) >= 0
 
 
-@njit("uint32(int64)", nogil=True, cache=True)  # type: ignore[misc]
+@atomics.compiled("uint32(int64)")
 def _advance(own: int) -> int:
     count = types.uint32(atomics.load_acquire(own) + types.uint32(_ONE))
     atomics.store_release(own, count)
     return count
 
 
-@njit("void(int64, int64)", nogil=True, cache=True)  # type: ignore[misc]
+@atomics.compiled("void(int64, int64)")
 def _post(counter: int, sent: int) -> None:
     atomics.store_release(counter, _advance(sent))
     atomics.fence()
@@ -50,7 +52,7 @@ def _post(counter: int, sent: int) -> None:
         atomics.futex_wake_all(counter)
 
 
-@njit("boolean(int64, uint32, int64, int64)", nogil=True, cache=True)  # type: ignore[misc]
+@atomics.compiled("boolean(int64, uint32, int64, int64)")
 def _await_count(counter: int, count: int, timeout_ns: int, num_spins: int) -> bool:
     for _ in range(num_spins):
         if _has_arrived(counter, count):
@@ -72,7 +74,7 @@ def _await_count(counter: int, count: int, timeout_ns: int, num_spins: int) -> b
             return False
 
 
-@njit(nogil=True, cache=True)  # type: ignore[misc]
+@atomics.compiled("int64(int64, int64, int64, uint32, int64)")
 def _num_arrived(own: int, rank: int, world_size: int, count: int, first: int) -> int:
     """How many ranks in a row, from the first one asked about, have come."""
     peer = first
@@ -83,7 +85,7 @@ def _num_arrived(own: int, rank: int, world_size: int, count: int, first: int) -
     return peer
 
 
-@njit("uint32(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)  # type: ignore[misc]
+@atomics.compiled("uint32(int64, int64, int64, int64, int64, int64)")
 def _enter(base: int, page_nbytes: int, slot: int, rank: int, world_size: int, epoch: int) -> int:
     """Say to all ranks that this one has come; if it is the last, wake those who sleep."""
     count = _advance(epoch)
@@ -99,11 +101,7 @@ def _enter(base: int, page_nbytes: int, slot: int, rank: int, world_size: int, e
     return count
 
 
-@njit(
-    "int64(int64, int64, int64, int64, int64, uint32, int64, int64)",
-    nogil=True,
-    cache=True,
-)  # type: ignore[misc]
+@atomics.compiled("int64(int64, int64, int64, int64, int64, uint32, int64, int64)")
 def _await_all(
     base: int,
     page_nbytes: int,
@@ -202,6 +200,3 @@ def _slice_ns(end: int) -> int:
 
 def _num_spins(num_ranks: int) -> int:
     return _NUM_SPINS_WITH_CORES if num_ranks <= _NUM_CORES else _NUM_SPINS_WITHOUT
-
-
-_NUM_CORES = len(os.sched_getaffinity(0))

@@ -1,13 +1,20 @@
-"""Launch: who the ranks are and how small things pass between them.
+"""Launch: who the ranks are, and how small things pass between them.
 
 Layers, each importing only what stands below it:
 
-    run                       `tpspan run`: starts a job; needs no torch
+    run > processes           `tpspan run`: starts a job; needs no torch
     start                     init, world: from a launched process to a world
-    world                     World
+    world                     World: the ranks, what each has, what it owns
+    torch_group               torch.distributed set up under any launcher
     mpi  torchrun > store     what carries the control plane: MPI, or a store of torch
-    torch_group               torch.distributed set up from any launcher
     control                   the star of ranks: all-gather, broadcast, barrier, with deadlines
     hosts  slurm  environment pure: who sits where, where ranks meet, which rank this is
     failure                   what happens when a rank fails
+
+Only what needs no torch is offered here, so that starting a job is quick; `tpspan` itself offers
+`init`, `world` and `World`.
 """
+
+from tpspan.launch.environment import Launch, detect
+
+__all__ = ["Launch", "detect"]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tpspan.errors import PeerError
 from tpspan.launch import failure

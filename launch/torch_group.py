@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from tpspan.launch.control import Control
 from tpspan.launch.hosts import Member

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tpspan.errors import LaunchError, PeerError

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
 from harness import LAUNCHERS, Config, Pool, Ranks, missing_launcher
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
+
 from harness import LeakError, RankFailure, Ranks
 
 # Nothing here differs from launcher to launcher, except how ranks come and go.
@@ -65,7 +67,7 @@ def test_a_death_is_reported(ranks: Ranks) -> None:
     ],
 )
 def test_what_is_left_behind_is_named(
-    ranks: Ranks, body: str, kwargs: dict[str, int], named: str
+    ranks: Ranks, body: str, kwargs: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(LeakError, match=named):
         ranks.run(f"bodies.selfcheck:{body}", **kwargs)

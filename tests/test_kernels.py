@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,11 +90,11 @@ def test_the_chunks_of_a_table_cover_every_piece_once(sizes: list[int], num_bloc
     table = kernels.CopyTable.of([(1, 2, nbytes) for nbytes in sizes], num_blocks=num_blocks)
     firsts = table.rows[:, 3].tolist()
     assert firsts[0] == 0 and firsts[-1] == table.num_chunks
-    for nbytes, first, next_first in zip(sizes, firsts, firsts[1:], strict=False):
+    filled = [nbytes for nbytes in sizes if nbytes]
+    assert table.rows[:-1, :3].tolist() == [[1, 2, nbytes] for nbytes in filled]
+    for nbytes, first, next_first in zip(filled, firsts, firsts[1:], strict=False):
         chunks = next_first - first
-        assert (chunks - 1) * table.chunk_nbytes < nbytes <= chunks * table.chunk_nbytes or (
-            nbytes == chunks == 0
-        )
+        assert (chunks - 1) * table.chunk_nbytes < nbytes <= chunks * table.chunk_nbytes
 
 
 def test_bad_arguments_of_copies_are_answered_in_a_sentence() -> None:
@@ -424,6 +425,125 @@ def test_post_and_wait_around_a_ring(
 ) -> None:
     wrong = team.run(range(world_size), "ring", world_size, num_rounds, delay_s)
     assert wrong == [[]] * world_size
+
+
+# ---------------------------------------------------------------- device code run by Python
+
+
+class Interpreter:
+    """Runs the bodies of the device copies, thread by thread, without a GPU or a compiler."""
+
+    def __init__(self) -> None:
+        from tpspan.kernels import device_copy  # imports numba's CUDA compiler
+
+        self.module = device_copy
+        self.threadIdx, self.blockIdx, self.blockDim, self.gridDim = (
+            SimpleNamespace(x=0) for _ in range(4)
+        )
+        self.int64, self.uint64 = int, int
+
+    def run(self, name: str, num_blocks: int, num_threads: int, *arguments: int) -> None:
+        self.blockDim.x, self.gridDim.x = num_threads, num_blocks
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            for library in ("cuda", "ptx", "types"):
+                monkeypatch.setattr(self.module, library, self)
+            for part in ("_copy_bytes", "_copy_vectors", "_copy_shifted", "_copy_chunk"):
+                monkeypatch.setattr(self.module, part, getattr(self.module, part).py_func)
+            for self.blockIdx.x in range(num_blocks):
+                for self.threadIdx.x in range(num_threads):
+                    getattr(self.module, name)(*arguments)
+
+    @staticmethod
+    def load_byte(address: int) -> int:
+        return ctypes.c_uint8.from_address(address).value
+
+    @staticmethod
+    def store_byte(address: int, value: int) -> None:
+        ctypes.c_uint8.from_address(address).value = value
+
+    @staticmethod
+    def load_int64(address: int) -> int:
+        return ctypes.c_int64.from_address(address).value
+
+    @staticmethod
+    def load_word(address: int) -> int:
+        assert address % 8 == 0
+        return ctypes.c_uint64.from_address(address).value
+
+    def load_vector(self, address: int) -> tuple[int, int]:
+        assert address % 16 == 0
+        return self.load_word(address), self.load_word(address + 8)
+
+    @staticmethod
+    def store_vector(address: int, *values: int) -> None:
+        assert address % 16 == 0
+        for offset, value in zip((0, 8), values, strict=True):
+            ctypes.c_uint64.from_address(address + offset).value = value & ((1 << 64) - 1)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Interpreter:
+    return Interpreter()
+
+
+small_pieces = st.lists(
+    st.tuples(st.integers(0, 500), st.integers(0, 20), st.integers(0, 300)), max_size=30
+)
+shifts = st.integers(0, 15)
+
+
+@settings(deadline=None, max_examples=200)
+@given(small_pieces, shifts, shifts, st.sampled_from([16, 48, 100, 4096]), st.integers(1, 9))
+def test_device_gather_copy_by_hand(
+    interpreter: Interpreter,
+    draws: list[Piece],
+    source_shift: int,
+    target_shift: int,
+    chunk_nbytes: int,
+    num_blocks: int,
+) -> None:
+    pieces = lay_out(draws)
+    source = np.random.default_rng(0).integers(0, 255, 1000, dtype=np.uint8)
+    ours, theirs = (np.full(12_000, 255, np.uint8) for _ in range(2))
+    table = kernels.CopyTable.of(pieces, chunk_nbytes=chunk_nbytes)
+    shape = (table.rows.ctypes.data, table.num_pieces, table.num_chunks, table.chunk_nbytes)
+    source_address = source.ctypes.data + source_shift
+    target_address = ours.ctypes.data + GUARD + target_shift
+    interpreter.run("gather_copy", num_blocks, 2, target_address, source_address, *shape)
+    expected_address = theirs.ctypes.data + GUARD + target_shift
+    reference.reference_gather_copy(expected_address, source_address, pieces)
+    assert np.array_equal(ours, theirs)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 900), shifts, shifts, st.sampled_from([16, 64, 1000]), st.data())
+def test_device_rotated_copy_by_hand(
+    interpreter: Interpreter,
+    nbytes: int,
+    source_shift: int,
+    target_shift: int,
+    chunk_nbytes: int,
+    data: st.DataObject,
+) -> None:
+    start = data.draw(st.integers(0, nbytes))
+    source = np.random.default_rng(0).integers(0, 255, 1000, dtype=np.uint8)
+    target = np.full(1100, 255, np.uint8)
+    num_chunks = -(-(nbytes - start) // chunk_nbytes) - (-start // chunk_nbytes)
+    interpreter.run(
+        "rotated_copy",
+        3,
+        4,
+        target.ctypes.data + GUARD + target_shift,
+        source.ctypes.data + source_shift,
+        nbytes,
+        start,
+        num_chunks,
+        chunk_nbytes,
+    )
+    expected = np.full(1100, 255, np.uint8)
+    begin = GUARD + target_shift
+    expected[begin : begin + nbytes] = source[source_shift : source_shift + nbytes]
+    assert np.array_equal(target, expected)
 
 
 # ---------------------------------------------------------------- compiling

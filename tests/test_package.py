@@ -34,8 +34,8 @@ def command(*words: str | Path, cwd: Path) -> str:
 
 
 def build_wheel(source: Path, into: Path) -> Path:
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", into]
-    command(*PIP, "wheel", *options, source, cwd=into.parent)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
+    command(*PIP, "wheel", *options, into, source, cwd=into.parent)
     (wheel,) = into.glob("tpspan-*.whl")
     return wheel
 
@@ -83,8 +83,7 @@ def test_an_installed_wheel_works_alone(wheel: Path, tmp_path: Path) -> None:
     home = tmp_path / "environment"
     venv.create(home, symlinks=True)
     python = home / "bin" / "python"
-    options = ["install", "--no-deps", "--no-index", wheel]
-    command(*PIP, "--python", python, *options, cwd=tmp_path)
+    command(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     (site,) = home.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     program = """
@@ -98,7 +97,7 @@ print(json.dumps([*found, *map(importlib.util.find_spec, ["kernels", "launch"])]
     assert size == 1
     assert all(file.startswith(str(site)) for file in files), files
     assert (kernels, launch) == (None, None)
-    assert "doctor" in command(home / "bin" / "tpspan", "--help", cwd=tmp_path)
+    assert "--num-ranks" in command(home / "bin" / "tpspan", "run", "--help", cwd=tmp_path)
 
 
 def test_metadata(wheel: Path) -> None:
@@ -111,8 +110,9 @@ def test_metadata(wheel: Path) -> None:
         for line in text.splitlines()
         if line.startswith("Requires-Dist") and "extra ==" not in line
     }
-    assert required == set(
-        "torch numpy cuda-python mpi4py numba numba-cuda safetensors rich typer".split()
-    )
+    assert required == {
+        *("torch", "numpy", "cuda-python", "mpi4py", "numba", "numba-cuda"),
+        *("safetensors", "rich", "typer"),
+    }
     assert "Requires-Python: >=3.11" in text
     assert "Apache-2.0" in text

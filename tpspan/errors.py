@@ -147,4 +147,4 @@ class CheckpointError(TpspanError, ValueError):
 
 
 def _restore(kind: type[OutOfMemoryError], args: tuple[Any, ...], sizes: dict[str, int]) -> Any:
-    return kind(*args, **sizes)
+    return kind(*args, **sizes)  # type: ignore[arg-type]

@@ -108,11 +108,11 @@ class Group:
                 died.append(rank)
                 del pending[connection]
         while pending and (left_s := end - time.monotonic()) > 0:
-            for connection in wait(list(pending), timeout=left_s):
-                assert isinstance(connection, Connection)
-                rank = pending.pop(connection)
+            for ready in wait(list(pending), timeout=left_s):
+                assert isinstance(ready, Connection)
+                rank = pending.pop(ready)
                 try:
-                    reports[rank] = report = receive(connection)
+                    reports[rank] = report = receive(ready)
                     failed = report.error is not None
                 except (EOFError, OSError):
                     died.append(rank)

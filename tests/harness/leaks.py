@@ -96,9 +96,12 @@ def _mappings() -> Iterator[tuple[str, int, int]]:
         start, end = int(match[1], 16), int(match[2], 16)
         if match[4].startswith("/memfd:"):
             yield "mapped memfds", start, end
-        elif not match[4] and match[3].startswith("---"):
-            if start % PAGE_NBYTES == 0 and end % PAGE_NBYTES == 0:
-                yield "reserved addresses", start, end
+        elif (
+            not match[4]
+            and match[3].startswith("---")
+            and start % PAGE_NBYTES == end % PAGE_NBYTES == 0
+        ):
+            yield "reserved addresses", start, end
 
 
 class Complaints:

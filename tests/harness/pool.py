@@ -169,7 +169,8 @@ def _growth(group: Group, body: str, files: set[str]) -> dict[str, str]:
     reports: list[Report] = [report for report in outcome.reports if report is not None]
     complaints = [f"rank {r.rank}: {line}" for r in reports for line in r.complaints]
     if complaints:
-        raise LeakError("\n  ".join([f"{body} on {group.config} is complained about:", *complaints]))
+        lines = "".join(f"\n  {line}" for line in complaints)
+        raise LeakError(f"{body} on {group.config} is complained about:{lines}")
     growth = {f"rank {r.rank}, {kind}": how for r in reports for kind, how in r.growth.items()}
     if left := group.socket_files() - files:
         growth["socket files"] = str(sorted(left))

@@ -1,4 +1,4 @@
-"""What usually causes a failure of the memory driver, and what to do about it: pure text, one place.
+"""What usually causes a failure of the memory driver, and what to do about it: all in one place.
 
 The first rule that fits is the answer. Names are those of the CUDA driver API; the host backend's
 system errors are told by their errno names, and its own refusals borrow CUDA's names.
@@ -49,7 +49,9 @@ _BY_CODE = {
     "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": (
         "The GPUs cannot reach each other's memory: check `nvidia-smi topo -p2p r`"
     ),
-    "CUDA_ERROR_NOT_PERMITTED": "The driver forbids this here, often because of a container's limits",
+    "CUDA_ERROR_NOT_PERMITTED": (
+        "The driver forbids this here, often because of a container's limits"
+    ),
     "CUDA_ERROR_NO_DEVICE": (
         "The driver sees no GPU. In a container, start it with GPU access (--gpus all); otherwise "
         "check CUDA_VISIBLE_DEVICES"
@@ -58,8 +60,8 @@ _BY_CODE = {
         "The system refused a descriptor: the limit of open files may be reached (ulimit -n)"
     ),
     "NO_DRIVER": (
-        "No CUDA driver (libcuda.so.1) is installed here. In a container, start it with GPU access; "
-        "on a machine without a GPU use backend='host'"
+        "No CUDA driver (libcuda.so.1) is installed here. In a container, start it with GPU "
+        "access; on a machine without a GPU use backend='host'"
     ),
     "CUDA_ERROR_ILLEGAL_ADDRESS": (
         "A kernel touched memory that is not mapped or may not be written, and the context is "
@@ -82,15 +84,13 @@ _MEMORY = (
 OUT_OF_MEMORY = frozenset({"CUDA_ERROR_OUT_OF_MEMORY", "ENOMEM", "ENOSPC", "EFBIG"})
 
 
-def advise(
-    call: str, code_name: str, arguments: Mapping[str, object], page_nbytes: int
-) -> str:
+def advise(call: str, code_name: str, arguments: Mapping[str, object], page_nbytes: int) -> str:
     """Return one sentence of advice for a failed call, or an empty string."""
     if code_name in OUT_OF_MEMORY:
         return _MEMORY
     if code_name == "CUDA_ERROR_INVALID_VALUE":
-        for name in ("nbytes", "address", "size", "offset"):
+        for name in ("nbytes", "address"):
             value = arguments.get(name)
-            if isinstance(value, int) and (value % page_nbytes or (value <= 0 and name == "nbytes")):
+            if isinstance(value, int) and (value <= 0 or value % page_nbytes):
                 return f"{name} must be a positive multiple of the page of {page_nbytes} bytes"
     return _BY_CALL.get((call, code_name)) or _BY_CODE.get(code_name, "")

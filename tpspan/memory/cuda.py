@@ -5,8 +5,6 @@ Source of the rules: CUDA driver API reference, "Virtual Memory Management" and 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,7 +90,25 @@ def device_uuid(index: int) -> str:
     """
     _initialise()
     device = check("cuDeviceGet", cu.cuDeviceGet(index), index=index)
-    return bytes(check("cuDeviceGetUuid", cu.cuDeviceGetUuid_v2(device)).bytes).hex()
+    return bytes(check("cuDeviceGetUuid", cu.cuDeviceGetUuid(device)).bytes).hex()
+
+
+class _Current:
+    """Pushes a context unless it is the current one already, which costs a tenth."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._pushed = False
+
+    def __enter__(self) -> None:
+        now = check("cuCtxGetCurrent", cu.cuCtxGetCurrent())
+        self._pushed = int(now) != int(self._context)
+        if self._pushed:
+            check("cuCtxPushCurrent", cu.cuCtxPushCurrent(self._context))
+
+    def __exit__(self, *_: object) -> None:
+        if self._pushed:
+            check("cuCtxPopCurrent", cu.cuCtxPopCurrent())
 
 
 class CudaDriver:
@@ -235,14 +251,9 @@ class CudaDriver:
         check("cuStreamIsCapturing", (code,), stream=stream)
         return bool(status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> _Current:
         """Make the primary context current on this thread for a ``with`` block."""
-        check("cuCtxPushCurrent", cu.cuCtxPushCurrent(self._context))
-        try:
-            yield
-        finally:
-            check("cuCtxPopCurrent", cu.cuCtxPopCurrent())
+        return _Current(self._context)
 
     def _properties(self, on_host: bool) -> Any:
         properties = cu.CUmemAllocationProp()
@@ -267,9 +278,7 @@ class CudaDriver:
         return self._on_host[handle]
 
     def _attribute(self, attribute: Any) -> int:
-        return int(
-            check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(attribute, self._device))
-        )
+        return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(attribute, self._device)))
 
     def _require(self, attribute: Any) -> None:
         if not self._attribute(attribute):

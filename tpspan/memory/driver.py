@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 PAGE_NBYTES = 2 << 20
-"""The page of both backends: CUDA's granularity on every GPU since Volta, taken over by the host."""
+"""The page of both backends: CUDA's granularity since Volta, taken over by the host."""
 
 ADDRESS_SPACE_LOCK = threading.RLock()
 """Held around every call that changes the address space of this process (invariant 8)."""
@@ -54,7 +54,7 @@ class Driver(Protocol):
         """Give a whole reserved range back; nothing may be mapped in it."""
 
     def create(self, nbytes: int, on_host: bool = False) -> int:
-        """Create physical memory on the device (or the NUMA node nearest to it); return a handle."""
+        """Create memory on the device (or on the NUMA node nearest to it); return a handle."""
 
     def release(self, handle: int) -> None:
         """Drop the handle; the memory goes when its last mapping and foreign handle have gone."""
@@ -75,7 +75,7 @@ class Driver(Protocol):
         """Return a handle for another process's memory; the descriptor stays the caller's."""
 
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
-        """Copy between two addresses, in order of ``stream`` on CUDA, done on return on the host."""
+        """Copy between addresses: in order of ``stream`` on CUDA, done on return on the host."""
 
     def memory_info(self) -> tuple[int, int]:
         """Return the free and the total bytes where blocks are created."""

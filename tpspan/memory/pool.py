@@ -6,9 +6,9 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass
 
+from tpspan.errors import OutOfMemoryError
 from tpspan.memory.block import Block
 from tpspan.memory.driver import Driver
-from tpspan.errors import OutOfMemoryError
 
 
 @dataclass(frozen=True)

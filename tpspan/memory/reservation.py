@@ -120,9 +120,7 @@ class Reservation:
             block._num_mappings += 1
         return mapping
 
-    def protect(
-        self, right: Right, offset_bytes: int = 0, nbytes: int | None = None
-    ) -> None:
+    def protect(self, right: Right, offset_bytes: int = 0, nbytes: int | None = None) -> None:
         """Set the right of the mappings that fill a range exactly, in one call of the driver.
 
         Raises:

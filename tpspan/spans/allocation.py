@@ -1,8 +1,9 @@
 """How a span comes to be: create, exchange, map, each step voted on, all undone if one fails.
 
-The order on every rank: (1) compare the requests and create the own blocks, (2) exchange descriptors
-and import, (3) map everything and give access. After each step the ranks vote (invariant 4). Blocks of
-a failed attempt go back to the driver and not to the pool: a peer may still hold them.
+The order on every rank: (1) compare the requests and create the own blocks, (2) exchange
+descriptors and import, (3) map everything and give access. After each step the ranks vote
+(invariant 4). Blocks of a failed attempt go back to the driver and not to the pool: a peer may
+still hold them.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class Parts:
             rank: this rank.
         """
         with contextlib.ExitStack() as stack:
-            own = [block.block for block in self.blocks if block.owner == rank]
-            for block in own:
-                stack.callback(self.pool.give if pooled else Block.close, block)
+            for block in self.blocks:
+                if block.owner == rank:
+                    stack.callback(self.pool.give if pooled else Block.close, block.block)
             if pooled:
                 stack.callback(self.signals.release, self.slot)
                 stack.callback(self.board.barrier)  # invariant 6: every rank has unmapped

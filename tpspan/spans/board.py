@@ -1,9 +1,9 @@
-"""Agreement among the ranks of one host through shared memory: microseconds where sockets take more.
+"""Agreement among the ranks of one host through shared memory, in microseconds.
 
-Protocol of one round: a rank writes its message into its own page, into the half given by the parity
-of the round's number, then enters a barrier; after it, everyone reads everyone's half. A half is
-written again two rounds later, when the barrier of the round between has shown that all have read it
-(invariant 6).
+Protocol of one round: a rank writes its message into its own page, into the half given by the
+parity of the round's number, then enters a barrier; after it, everyone reads everyone's half. A
+half is written again two rounds later, when the barrier of the round between has shown that all
+have read it (invariant 6).
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ class Board:
         _raise_failures(operation, error, [text for *_, text in said])
         return cast(T, value)
 
-    def together(
-        self, what: str, step: Callable[[], T], *, timeout_s: float | None = None
-    ) -> T:
+    def together(self, what: str, step: Callable[[], T], *, timeout_s: float | None = None) -> T:
         """Do a step on every rank, and fail on all if it fails on one (invariant 4).
 
         The caller undoes its own part when this raises.
@@ -161,7 +159,7 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def _text(error: BaseException | None) -> str | None:
-    return error and f"{type(error).__name__}: {error}"
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _raise_failures(what: str, error: BaseException | None, said: list[str | None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tpspan import kernels
@@ -12,15 +14,15 @@ KERNEL_MAX_NBYTES = 256 << 20
 """Above this one copy engine, which takes no multiprocessor, is at least as fast as a kernel."""
 
 
-def check_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def check_out(
+    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
     """Refuse a target that a plain copy of bytes would not fill rightly.
 
     Raises:
         ValueError: wrong dtype, device, number of elements, or not contiguous.
     """
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     if out.dtype != dtype or out.numel() != numel:
         raise ValueError(
             f"out must have {numel} elements of {dtype}, not {out.numel()} of {out.dtype}"

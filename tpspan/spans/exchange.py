@@ -65,9 +65,10 @@ class Exchange:
 
     def _connect(self, world: World, directory: Path) -> None:
         deadline = time.monotonic() + self.timeout_s
-        with contextlib.ExitStack() as undo, socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        ) as listener:
+        with (
+            contextlib.ExitStack() as undo,
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        ):
             undo.callback(self.close)
             listener.bind(str(directory / str(self.rank)))
             listener.listen(self.world_size)
@@ -266,7 +267,8 @@ def accept(
         try:
             connection, _ = listener.accept()
         except TimeoutError:
-            raise PeerError(expected, "did not connect to share memory before the deadline") from None
+            what = "did not connect to share memory before the deadline"
+            raise PeerError(expected, what) from None
         rank = _greet(connection, expected, token)
         if rank is not None:
             return rank, connection
@@ -303,9 +305,7 @@ def _directory(world: World) -> Iterator[Path]:
     made: str | None = None
     if world.rank == 0:
         parents = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
-        parent = next(
-            p for p in parents if p and len(p) < _MAX_PATH - 30 and os.access(p, os.W_OK)
-        )
+        parent = next(p for p in parents if p and len(p) < _MAX_PATH - 30 and os.access(p, os.W_OK))
         made = tempfile.mkdtemp(prefix="tpspan-", dir=parent)  # mode 0700
     try:
         yield Path(world.control.broadcast(made))

@@ -11,16 +11,21 @@ from tpspan.spans.exchange import Exchange
 class Pages:
     """``world_size`` pages, the r-th of which is memory of rank r. Collective.
 
+    Args:
+        exchange: passes the pages among the ranks.
+        driver: creates and maps them.
+        on_host: take host memory that the GPU maps too, so that the CPU may read and write it.
+
     Attributes:
         base_address: where the page of rank 0 is mapped in this process.
         page_nbytes: the distance from one rank's page to the next.
     """
 
-    def __init__(self, exchange: Exchange, driver: Driver) -> None:
+    def __init__(self, exchange: Exchange, driver: Driver, *, on_host: bool = False) -> None:
         self.page_nbytes = driver.page_nbytes
         sizes = [[self.page_nbytes]] * exchange.world_size
         with contextlib.ExitStack() as undo:
-            own = undo.enter_context(Block.create(driver, self.page_nbytes))
+            own = undo.enter_context(Block.create(driver, self.page_nbytes, on_host=on_host))
             blocks = exchange.all_gather(driver, [own], sizes)
             for rank, (block,) in enumerate(blocks):
                 if rank != exchange.rank:

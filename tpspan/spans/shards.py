@@ -99,9 +99,8 @@ class ShardView:
         """The shard as rows of ``shape[1:]`` if whole rows lie together, else in one dimension."""
         row_nbytes = math.prod(shape[1:]) * dtype.itemsize
         rest = tuple(shape[1:])
-        if not row_nbytes or self._nbytes % row_nbytes:
-            row_nbytes, rest = dtype.itemsize, ()
-        elif any(at % row_nbytes for at in (*self._offsets, *self._offsets.values())):
+        cuts = (self._nbytes, *self._offsets, *self._offsets.values())
+        if not row_nbytes or any(at % row_nbytes for at in cuts):
             row_nbytes, rest = dtype.itemsize, ()
         return self.range.tensor((self._nbytes // row_nbytes, *rest), dtype, keep=keep)
 

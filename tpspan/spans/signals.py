@@ -1,7 +1,7 @@
 """Signals between the streams of ranks: post, wait and barrier, each with a deadline.
 
-Counters lie in one page per rank, mapped by all: rank r polls its own memory, its peers write there.
-How a stream waits depends on who shares a GPU:
+Counters lie in one page per rank, mapped by all: rank r polls its own, its peers write there. How a
+stream waits depends on who shares a GPU:
 
 - every rank has its own GPU: a kernel posts and polls (``tpspan.kernels``), one launch a barrier;
 - ranks share a GPU: they are time-sliced, and a kernel that spins keeps the one it waits for from
@@ -9,19 +9,20 @@ How a stream waits depends on who shares a GPU:
   ``tpspan.spans.stream_ops``;
 - no GPU: the host waits on a futex.
 
-A slot is a set of counters for one purpose. It holds at least one outstanding post per pair of ranks;
-a second post may hold the sender's stream until the first was taken.
+A slot is a set of counters for one purpose. It holds at least one outstanding post per pair of
+ranks; a second post may hold the sender's stream until the first was taken.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from tpspan import kernels
 from tpspan.errors import PeerError
 from tpspan.launch.world import World
+from tpspan.memory.cuda import CudaDriver
 from tpspan.spans.board import Board
 from tpspan.spans.host_ops import HostOps
 from tpspan.spans.pages import Pages
@@ -55,13 +56,15 @@ class Signals:
     def __init__(self, world: World) -> None:
         self.board = Board.of(world)
         self.world_size = world.world_size
-        self._pages = Pages(self.board.exchange, world.driver)
+        exchange = self.board.exchange
+        shares_device = any(self.board.all_gather(world.shares_device))
+        self._pages = Pages(exchange, world.driver, on_host=shares_device)
         self._free = list(range(_SLOTS_NBYTES // (64 * world.world_size)))[::-1]
         self._ops: SignalOps
         if world.backend == "host":
-            self._ops = HostOps(self._pages, self.board.exchange, world.timeout_s)
-        elif any(self.board.all_gather(world.shares_device)):
-            self._ops = StreamOps(self._pages, world)
+            self._ops = HostOps(self._pages, exchange, world.timeout_s)
+        elif shares_device:
+            self._ops = StreamOps(self._pages, cast(CudaDriver, world.driver), world)
         else:
             self._ops = KernelOps(self._pages, world)
         self.board.barrier()  # nobody posts before every page is mapped and cleared

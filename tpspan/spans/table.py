@@ -1,4 +1,4 @@
-"""The table offset → block of one address range, and changes of it that happen whole or not at all."""
+"""The table offset → block of one range of addresses, changed whole or not at all."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
 _CPU, _CUDA = 1, 2  # DLDeviceType
 _UINT = 1  # DLDataTypeCode
@@ -132,7 +133,7 @@ class TensorRange:
         with _lock:
             _live[key] = (managed, shape, self, keep)
             self._num_live += 1
-        return torch.from_dlpack(_new_capsule(key, b"dltensor", None))
+        return torch.utils.dlpack.from_dlpack(_new_capsule(key, b"dltensor", None))
 
 
 @_DELETER

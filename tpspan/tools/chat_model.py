@@ -72,40 +72,65 @@ def find_model(path: str | None) -> ModelFiles:
     )
 
 
-class ChatModel:
-    """A model and its tokenizer; the parameters are on meta until they are shared and loaded."""
+@dataclass(frozen=True)
+class Description:
+    """All of a model but its weights; it can be pickled.
 
-    def __init__(self, files: ModelFiles, module: nn.Module, tokenizer: Any) -> None:
-        self.files = files
-        self.module = module
-        self._model: Any = module  # with what transformers adds to a module
-        self.tokenizer = tokenizer
+    Attributes:
+        config, tokenizer, generation_config: of transformers; the last is None if there is none.
+    """
+
+    config: Any
+    tokenizer: Any
+    generation_config: Any
 
     @classmethod
-    def on_meta(cls, files: ModelFiles, dtype: str) -> Self:
-        """Build the module from its configuration: parameters on meta, buffers real.
+    def read(cls, files: ModelFiles) -> Self:
+        """Read it from the model's files, which for GGUF takes seconds.
 
         Raises:
             ModelError: transformers, accelerate or gguf are missing, or do not know the model.
         """
         transformers = import_transformers()
-        from accelerate import init_empty_weights
-
         folder, arguments = files.place()
+        generation_config = None
         try:
             config = transformers.AutoConfig.from_pretrained(folder, **arguments)
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **arguments)
-            # Buffers such as the rotary frequencies are in no file: they are computed here, once.
-            with init_empty_weights(include_buffers=False):
-                module = transformers.AutoModelForCausalLM.from_config(
-                    config, dtype=_dtype(dtype, config, files)
-                )
-        except (ImportError, KeyError, OSError, ValueError, IndexError) as error:
+            if not files.is_gguf and (files.path / "generation_config.json").is_file():
+                generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        except Exception as error:
+            # Whatever a damaged or foreign file makes of transformers, the user needs one sentence.
             raise ModelError(f"{files.path} cannot be used by transformers: {error}") from error
-        module.tie_weights()
-        if (files.path / "generation_config.json").is_file():
-            module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-        return cls(files, module.eval(), tokenizer)
+        return cls(config, tokenizer, generation_config)
+
+
+class ChatModel:
+    """A model and its tokenizer; the parameters are on meta until they are shared and loaded.
+
+    Args:
+        files: where the model is.
+        description: read from these files.
+        dtype: a name of torch, or ``"auto"``: what the configuration says, float32 for GGUF.
+    """
+
+    def __init__(self, files: ModelFiles, description: Description, dtype: str) -> None:
+        transformers = import_transformers()
+        from accelerate import init_empty_weights
+
+        self.files = files
+        self.tokenizer = description.tokenizer
+        config = description.config
+        # Buffers such as the rotary frequencies are in no file: they are computed here, for real.
+        with init_empty_weights(include_buffers=False):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=_dtype(dtype, config, files)
+            )
+        model.tie_weights()
+        if description.generation_config is not None:
+            model.generation_config = description.generation_config
+        self._model = model.eval()
+        self.module: nn.Module = model
 
     def place_buffers(self, device: torch.device) -> None:
         """Move the buffers, which are not shared, to where the parameters are."""

@@ -3,7 +3,7 @@
     tpspan demo                                       # SmolLM2-135M-Instruct, four ranks
     tpspan demo --model PATH --prompt "..." --verify  # a Llama-family GGUF or safetensors model
 
-Run it on every rank: ``mpirun -n 4 python -m tpspan.tools.demo``, or with torchrun or alone.
+It starts its ranks itself, unless a launcher did: ``mpirun -n 4 tpspan demo`` works as well.
 """
 
 from __future__ import annotations
@@ -18,8 +18,18 @@ from dataclasses import dataclass
 import torch
 
 import tpspan
-from tpspan.errors import TpspanError
-from tpspan.tools.chat_model import ChatModel, ModelError, find_model
+from tpspan.errors import LaunchError, TpspanError
+from tpspan.launch.environment import detect
+from tpspan.launch.run import LAUNCHERS
+from tpspan.launch.run import run as start
+from tpspan.tools.chat_model import (
+    ChatModel,
+    Description,
+    ModelError,
+    ModelFiles,
+    find_model,
+    import_transformers,
+)
 from tpspan.tools.verify import Comparison, compare_with_transformers
 
 PROMPTS = (
@@ -52,12 +62,22 @@ class Answer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this rank's part of the demo; returns the exit status, the same on all ranks."""
-    options = parser().parse_args(argv)
-    with tpspan.init() as world:
+    """Start the ranks of the demo, or be one of them; returns the exit status."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    options = parser().parse_args(given)
+    if not options.as_rank and detect(os.environ).launcher == "alone":
+        try:
+            find_model(options.model)  # said once, and before anything is started
+            command = ["tpspan.tools.demo", "--as-rank", *given]
+            return start(options.num_ranks, command, launcher=options.launcher, module=True)
+        except (LaunchError, ModelError, ValueError) as error:
+            print(f"tpspan demo: {error}", file=sys.stderr)
+            return 2
+    # One GPU is enough for a demo, whatever the number of ranks.
+    with tpspan.init(share_device=True) as world:
         _set_threads(world.local_world_size)
         try:
-            return _run(world, options)
+            return run(world, options)
         except (TpspanError, ModelError) as error:
             # Every rank has it, or had it reported: one of them says it.
             if world.rank == 0:
@@ -80,6 +100,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="may be repeated: the ranks take the prompts in turn",
     )
+    arguments.add_argument("-n", "--num-ranks", type=int, default=4, metavar="N")
+    arguments.add_argument(
+        "--launcher",
+        choices=LAUNCHERS,
+        default=os.environ.get("LAUNCHER", LAUNCHERS[0]),
+        help="what starts the ranks (default: the variable LAUNCHER, or mpirun)",
+    )
+    arguments.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     arguments.add_argument("--max-new-tokens", type=int, default=40, metavar="N")
     arguments.add_argument(
         "--dtype",
@@ -95,9 +123,15 @@ def parser() -> argparse.ArgumentParser:
     return arguments
 
 
-def _run(world: tpspan.World, options: argparse.Namespace) -> int:
+def run(world: tpspan.World, options: argparse.Namespace) -> int:
+    """Collective. The demo in a world that exists; returns the exit status, the same on all ranks.
+
+    Raises:
+        ModelError: there is no model, or it is none that can be run.
+        TpspanError: it could not be shared or loaded.
+    """
     files = find_model(options.model)
-    model = ChatModel.on_meta(files, options.dtype)
+    model = ChatModel(files, _described_by_rank_0(world, files), options.dtype)
     world.control.barrier()
     free = world.driver.memory_info()[0]
     begin = time.perf_counter()
@@ -140,6 +174,23 @@ def _run(world: tpspan.World, options: argparse.Namespace) -> int:
     del model
     shared.close()
     return 0 if passed else 1
+
+
+def _described_by_rank_0(world: tpspan.World, files: ModelFiles) -> Description:
+    """Read the description once for all ranks: they may have fewer cores than there are ranks."""
+    outcome: Description | ModelError | None = None
+    if world.rank == 0:
+        try:
+            outcome = Description.read(files)
+        except ModelError as error:
+            outcome = error
+    else:
+        import_transformers()
+    outcome = world.control.broadcast(outcome)
+    if isinstance(outcome, ModelError):
+        raise outcome
+    assert outcome is not None
+    return outcome
 
 
 def _set_threads(num_local_ranks: int) -> None:
