@@ -6,7 +6,8 @@ Layers, each importing only what stands below it:
     start                     init, world: from a launched process to a world
     world                     World: the ranks, what each has, what it owns
     torch_group               torch.distributed set up under any launcher
-    mpi  torchrun > store     what carries the control plane: MPI, or a store of torch
+    mpi > mpi_start           the control plane over MPI
+    torchrun > store          the control plane over a store of torch: torchrun, srun, a group
     control                   the star of ranks: all-gather, broadcast, barrier, with deadlines
     hosts  slurm  environment pure: who sits where, where ranks meet, which rank this is
     failure                   what happens when a rank fails

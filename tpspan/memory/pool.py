@@ -65,11 +65,14 @@ class BlockPool:
         """Take back a block that nobody maps any more.
 
         Raises:
-            ValueError: the block is mapped, imported, or of another driver.
+            ValueError: the block is mapped, imported, closed, of another driver, or here already.
         """
-        if block.num_mappings or block.is_imported or block.driver is not self.driver:
+        is_foreign = block.is_imported or block.driver is not self.driver
+        if block.num_mappings or block.is_closed or is_foreign:
             raise ValueError(f"{block!r} cannot go back to this pool")
         with self._lock:
+            if block in self._free[block.nbytes]:
+                raise ValueError(f"{block!r} is in this pool already")
             if self._held_nbytes + block.nbytes <= self.max_held_nbytes:
                 self._held_nbytes += block.nbytes
                 self._free[block.nbytes].append(block)

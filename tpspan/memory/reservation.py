@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from types import TracebackType
 from typing import Self
 
 from tpspan.errors import ClosedError, InUseError
 from tpspan.memory.block import Block
+from tpspan.memory.closing import close_each
 from tpspan.memory.driver import ADDRESS_SPACE_LOCK, Driver, Right
 
 
@@ -105,14 +105,11 @@ class Reservation:
         """Map a whole block at an offset, without any right yet.
 
         Raises:
-            DriverError: the place is not whole pages of this reservation, or is taken.
+            ValueError: the place does not lie inside the reservation.
+            DriverError: the place is not whole pages, or is taken.
             ClosedError: the block or the reservation was closed.
         """
-        if not 0 <= offset_bytes <= self.nbytes - block.nbytes:
-            raise ValueError(
-                f"a block of {block.nbytes} bytes at offset {offset_bytes} does not lie inside a "
-                f"reservation of {self.nbytes} bytes"
-            )
+        self._check_inside(f"a block of {block.nbytes} bytes", offset_bytes, block.nbytes)
         with ADDRESS_SPACE_LOCK:
             self.driver.map(self.address + offset_bytes, block.nbytes, block.handle)
             mapping = Mapping(self, offset_bytes, block)
@@ -124,9 +121,11 @@ class Reservation:
         """Set the right of the mappings that fill a range exactly, in one call of the driver.
 
         Raises:
+            ValueError: the range does not lie inside the reservation.
             DriverError: the range is not filled by whole mappings, or the driver refused.
         """
         nbytes = self.nbytes - offset_bytes if nbytes is None else nbytes
+        self._check_inside(f"a range of {nbytes} bytes", offset_bytes, nbytes)
         with ADDRESS_SPACE_LOCK:
             self.driver.protect(self.address + offset_bytes, nbytes, right)
             at = offset_bytes
@@ -151,10 +150,15 @@ class Reservation:
 
     def close_all(self) -> None:
         """Close every mapping, then the reservation; all are tried, the first failure is raised."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.close)
-            for mapping in self.mappings:
-                stack.callback(mapping.close)
+        close_each([*(mapping.close for mapping in self.mappings), self.close])
+
+    def _check_inside(self, what: str, offset_bytes: int, nbytes: int) -> None:
+        # The driver would not notice: the addresses around may be another reservation's.
+        if not 0 <= offset_bytes <= self.nbytes - nbytes:
+            raise ValueError(
+                f"{what} at offset {offset_bytes} does not lie inside a reservation of "
+                f"{self.nbytes} bytes"
+            )
 
     def __enter__(self) -> Self:
         return self

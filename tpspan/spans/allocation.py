@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from tpspan.errors import TpspanError
 from tpspan.launch.world import World
 from tpspan.memory import Block, BlockPool, Driver, Right
+from tpspan.memory.closing import close_each
 from tpspan.spans.board import Board
 from tpspan.spans.layout import Layout
 from tpspan.spans.signals import Signals
@@ -72,25 +74,35 @@ class Parts:
         if len({block.number for block in after.values()}) != len(after):
             raise ValueError("a block would be mapped at two offsets (invariant 1)")
 
-    def close(self, *, pooled: bool, rank: int) -> None:
-        """Unmap, drop imports, and give own blocks back.
+    def close(self, views: Sequence[Table], *, pooled: bool, rank: int) -> None:
+        """Unmap, drop imports, and give own blocks back; all is tried, the first failure raised.
 
         Args:
-            pooled: all ranks have voted to close, so own blocks may be used again once they have
-                unmapped them too; otherwise own blocks go back to the driver.
+            views: further mappings of the same blocks.
+            pooled: all ranks have voted to close, so own blocks may be used again once all have
+                unmapped them (invariant 6); otherwise own blocks go back to the driver.
             rank: this rank.
         """
-        with contextlib.ExitStack() as stack:
-            for block in self.blocks:
-                if block.owner == rank:
-                    stack.callback(self.pool.give if pooled else Block.close, block.block)
-            if pooled:
-                stack.callback(self.signals.release, self.slot)
-                stack.callback(self.board.barrier)  # invariant 6: every rank has unmapped
-            for block in self.blocks:
-                if block.owner != rank:
-                    stack.callback(block.block.close)
-            stack.callback(self.table.close)
+        own = [block.block for block in self.blocks if block.owner == rank]
+        imported = [block.block for block in self.blocks if block.owner != rank]
+
+        def unmap() -> None:
+            tables = (*views, self.table)
+            close_each([table.close for table in tables] + [block.close for block in imported])
+
+        if not pooled:
+            close_each([unmap, *(block.close for block in own)])
+            return
+        try:
+            self.board.together("Span.close", unmap)
+        except BaseException:
+            with contextlib.suppress(TpspanError):  # a consequence of what is raised here
+                close_each(block.close for block in own)
+            raise
+        finally:
+            self.signals.release(self.slot)
+        for block in own:
+            self.pool.give(block)
 
 
 class Closable(Protocol):
@@ -149,7 +161,7 @@ def allocate_parts(
     signals = Signals.of(world)
     board = signals.board
     pool = world.resource("pool", _pool)
-    number = next(OpenSpans.of(world).numbers)
+    numbers = OpenSpans.of(world).numbers
     clock = [time.perf_counter()]
     with contextlib.ExitStack() as undo:
 
@@ -183,6 +195,7 @@ def allocate_parts(
 
         blocks = board.together("mapping", map_all, timeout_s=timeout_s)
         slot = signals.acquire()
+        number = next(numbers)  # not before: a call that failed need not have been the same one
         clock.append(time.perf_counter())
         undo.pop_all()
     timings = Timings(*(end - start for start, end in itertools.pairwise(clock)))

@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from tpspan.errors import CollectiveMismatch, PeerError
+from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
 from tpspan.launch.world import World
 from tpspan.memory.host import HostDriver
 from tpspan.spans.exchange import Exchange
@@ -43,6 +43,7 @@ class Board:
         self._ops = HostOps(self._pages, self.exchange, world.timeout_s)
         self._round = 0
         self._broken: PeerError | None = None
+        self._is_closed = False
 
     @staticmethod
     def of(world: World) -> Board:
@@ -71,6 +72,8 @@ class Board:
         room = _HALF_NBYTES - _LENGTH_NBYTES
         received = [bytearray() for _ in range(self.world_size)]
         at = 0
+        if self._is_closed:
+            raise ClosedError("the world of this span is closed")
         while True:
             half = _MESSAGES_OFFSET + self._round % 2 * _HALF_NBYTES
             part = message[at : at + room]
@@ -137,7 +140,8 @@ class Board:
         return cast(T, value)
 
     def close(self) -> None:
-        """Unmap the pages."""
+        """Unmap the pages; every later call raises ``ClosedError``."""
+        self._is_closed = True
         self._pages.close()
 
     def _meet(self, timeout_s: float) -> None:

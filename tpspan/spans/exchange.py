@@ -14,6 +14,7 @@ of open files does not depend on how many blocks there are.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import select
@@ -25,9 +26,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tpspan.errors import PeerError, TpspanError
+from tpspan.errors import DriverError, PeerError, TpspanError
 from tpspan.launch.world import World
-from tpspan.memory import Block, Driver
+from tpspan.memory import PAGE_NBYTES, Block, Driver
+from tpspan.memory.advice import advise
 
 BATCH = 64
 """Descriptors in one message; Linux allows 253 (SCM_MAX_FD)."""
@@ -188,13 +190,7 @@ class Exchange:
             if count < 0:
                 failures.append(PeerError([peer], "could not export its blocks"))
             elif len(fds) != len(sizes):
-                failures.append(
-                    PeerError(
-                        [peer],
-                        f"{len(fds)} of {len(sizes)} descriptors arrived: this process has no "
-                        "file descriptor left; raise the limit (ulimit -n)",
-                    )
-                )
+                failures.append(_table_is_full(len(fds), len(sizes)))
             else:
                 for fd, nbytes in zip(fds, sizes, strict=True):
                     yield Block.from_fd(driver, fd, nbytes)
@@ -263,8 +259,11 @@ def accept(
         PeerError: the expected ranks did not come before ``deadline`` (``time.monotonic``).
     """
     while True:
-        listener.settimeout(max(deadline - time.monotonic(), 0.001))
+        left_s = deadline - time.monotonic()
         try:
+            if left_s <= 0:  # strangers that keep coming do not hold us for ever
+                raise TimeoutError
+            listener.settimeout(left_s)
             connection, _ = listener.accept()
         except TimeoutError:
             what = "did not connect to share memory before the deadline"
@@ -292,6 +291,13 @@ def _greet(connection: socket.socket, expected: set[int], token: bytes) -> int |
 def _uid(connection: socket.socket) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int(struct.unpack("iII", credentials)[1])
+
+
+def _table_is_full(num_arrived: int, num_sent: int) -> DriverError:
+    """What it means that the kernel dropped descriptors of a message."""
+    arguments = {"num_sent": num_sent, "num_arrived": num_arrived}
+    advice = advise("recvmsg", "EMFILE", arguments, PAGE_NBYTES)
+    return DriverError("recvmsg", errno.EMFILE, "EMFILE", arguments, advice)
 
 
 def _exported(blocks: Sequence[Block]) -> Iterator[int]:

@@ -163,8 +163,16 @@ class Layout:
         return self.run_at(offset_bytes).owner
 
     def pieces(self, offset_bytes: int = 0, nbytes: int | None = None) -> Iterator[Run]:
-        """The parts of a byte range, each on pages of one owner, in order of offset."""
+        """The parts of a byte range, each on pages of one owner, in order of offset.
+
+        Raises:
+            IndexError: the range does not lie inside the span.
+        """
         end = self.nbytes if nbytes is None else offset_bytes + nbytes
+        if offset_bytes < 0 or end > self.span_nbytes:
+            raise IndexError(
+                f"the range from {offset_bytes} to {end} lies outside {self.span_nbytes} bytes"
+            )
         at = offset_bytes
         index = bisect.bisect_right(self._run_starts, at) - 1
         while at < end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -11,6 +12,8 @@ from tpspan.memory import PAGE_NBYTES, Driver, Right
 from tpspan.spans.layout import Layout, balanced
 from tpspan.spans.table import SpanBlock, Table
 from tpspan.spans.tensors import TensorRange
+
+_ADDRESSES_NBYTES = 1 << 47  # what a process can address
 
 
 def plan_layout(
@@ -35,6 +38,8 @@ def plan_layout(
     if any(not isinstance(size, int) or size < 0 for size in shape):
         raise ValueError(f"shape {shape} must be of sizes that are not negative")
     nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes >= _ADDRESSES_NBYTES:
+        raise ValueError(f"the {nbytes} bytes of shape {shape} exceed the addresses of a process")
     if isinstance(layout, Layout):
         if rows is not None:
             raise ValueError("rows go with layout='blocked' only")
@@ -68,7 +73,8 @@ class ShardView:
     """The pages of a rank's shard, mapped a second time, side by side: same memory, other order.
 
     Args:
-        driver, table, layout, rank: where the pages are, and whose shard is meant.
+        driver, table, layout, rank: where the pages are, and whose shard is meant. Rights are taken
+            over from the table.
 
     Raises:
         ValueError: the shard does not consist of whole runs of the layout.
@@ -88,8 +94,11 @@ class ShardView:
         try:
             for offset, own_offset in self._offsets.items():
                 self.table.place(own_offset, table.block_at(offset))
-            if runs:
-                self.table.reservation.protect(Right.READ_WRITE, 0, at)
+            rights = [(table.right_at(run.offset_bytes), run) for run in runs]
+            for right, group in itertools.groupby(rights, lambda pair: pair[0]):
+                same = [run for _, run in group]
+                start = same[0].offset_bytes
+                self.protect(right, start, same[-1].end - start)
         except BaseException:
             self.table.close()
             raise
@@ -103,6 +112,13 @@ class ShardView:
         if not row_nbytes or any(at % row_nbytes for at in cuts):
             row_nbytes, rest = dtype.itemsize, ()
         return self.range.tensor((self._nbytes // row_nbytes, *rest), dtype, keep=keep)
+
+    def protect(self, right: Right, offset_bytes: int, nbytes: int) -> None:
+        """Set the right of this mapping's part of a range of the span."""
+        starts = [own for at, own in self._offsets.items() if 0 <= at - offset_bytes < nbytes]
+        if starts:
+            end = starts[-1] + self.table.block_at(starts[-1]).nbytes
+            self.table.reservation.protect(right, starts[0], end - starts[0])
 
     def moves(self, moves: Sequence[tuple[int, SpanBlock]]) -> list[tuple[int, SpanBlock]]:
         """The same moves in this mapping: those at offsets of this shard."""

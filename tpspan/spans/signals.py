@@ -20,7 +20,7 @@ from typing import Protocol, cast
 import torch
 
 from tpspan import kernels
-from tpspan.errors import PeerError
+from tpspan.errors import ClosedError, PeerError
 from tpspan.launch.world import World
 from tpspan.memory.cuda import CudaDriver
 from tpspan.spans.board import Board
@@ -60,6 +60,7 @@ class Signals:
         shares_device = any(self.board.all_gather(world.shares_device))
         self._pages = Pages(exchange, world.driver, on_host=shares_device)
         self._free = list(range(_SLOTS_NBYTES // (64 * world.world_size)))[::-1]
+        self._is_closed = False
         self._ops: SignalOps
         if world.backend == "host":
             self._ops = HostOps(self._pages, exchange, world.timeout_s)
@@ -119,7 +120,10 @@ class Signals:
 
         Raises:
             PeerError: ranks did not come before the deadline; what was computed since is void.
+            ClosedError: the world was closed.
         """
+        if self._is_closed:
+            raise ClosedError("the world of this span is closed")
         missing = self._ops.missing()
         if missing:
             raise PeerError(
@@ -128,7 +132,8 @@ class Signals:
             )
 
     def close(self) -> None:
-        """Unmap the counters."""
+        """Unmap the counters; every later use raises ``ClosedError``."""
+        self._is_closed = True
         self._ops.close()
         self._pages.close()
 

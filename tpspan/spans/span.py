@@ -262,11 +262,7 @@ class Span:
         Raises:
             CaptureError: one of them is being captured into a graph.
         """
-        parts = self._open()
-        self._use(None)
-        self._refuse_capture()
-        world = self.world
-        return Fence(self._streams.values(), parts.signals, world.rank, world.timeout_s)
+        return self._fence(self._open())
 
     @property
     def blocks(self) -> tuple[Placement, ...]:
@@ -285,7 +281,7 @@ class Span:
         Raises:
             As ``allocate``.
         """
-        return new_span_block(self.world, self._open(), owner, nbytes)
+        return new_span_block(self.world, self._unclosed(), owner, nbytes)
 
     def remap(self, offset_bytes: int, block: SpanBlock, *, after: Fence) -> SpanBlock:
         """Put another block behind an offset; its size is that of the one there. Collective.
@@ -308,7 +304,7 @@ class Span:
 
     def swap(self, offset_a: int, offset_b: int, *, after: Fence) -> None:
         """Exchange the blocks behind two offsets. Collective; otherwise as ``remap``."""
-        table = self._open().table
+        table = self._unclosed().table
 
         def moves() -> list[tuple[int, SpanBlock]]:
             return [(offset_a, table.block_at(offset_b)), (offset_b, table.block_at(offset_a))]
@@ -342,6 +338,8 @@ class Span:
             nbytes = self.layout.span_nbytes - offset_bytes
         self.fence().wait()
         parts.table.reservation.protect(right, offset_bytes, nbytes)
+        if self._shard_view is not None:
+            self._shard_view.protect(right, offset_bytes, nbytes)
 
     def stats(self) -> SpanStats:
         """What the span is made of, and what making it took."""
@@ -378,12 +376,12 @@ class Span:
         if parts is None:
             return
         if force:
-            with contextlib.suppress(PeerError):
-                self.fence().wait()
+            with contextlib.suppress(PeerError, ClosedError):  # dead ranks, or a closed world
+                self._fence(parts).wait()
             self._dissolve(parts, pooled=False)
             return
         board = parts.board
-        board.begin("Span.close", parts.number, self._ready_to_close)
+        board.begin("Span.close", parts.number, lambda: self._ready_to_close(parts))
         self._dissolve(parts, pooled=True)
 
     def close_with_world(self) -> None:
@@ -413,11 +411,14 @@ class Span:
         state = ", closed" if self._parts is None else ""
         return f"<Span {self.shape} {self.dtype}, {self.nbytes} bytes{state}>"
 
-    def _open(self) -> Parts:
-        parts = self._parts
-        if parts is None:
+    def _unclosed(self) -> Parts:
+        if self._parts is None:
             raise ClosedError(f"{self!r} was closed")
-        if parts.table.is_broken:
+        return self._parts
+
+    def _open(self) -> Parts:
+        parts = self._unclosed()
+        if any(table.is_broken for table in (parts.table, *self._views)):
             raise ClosedError(f"{self!r} lost a mapping in a failed remap: close it")
         return parts
 
@@ -426,11 +427,12 @@ class Span:
         if self.world.backend != "cuda":
             return 0
         if stream is not None:
-            handle = stream.cuda_stream
-        else:  # what torch's compiled code calls too: 0.2 µs, where a Stream object takes 6
-            handle = torch._C._cuda_getCurrentRawStream(self.world.device.index)
+            self._streams[stream.cuda_stream] = stream
+            return int(stream.cuda_stream)
+        # What torch's compiled code calls too: 0.2 µs, where a Stream object takes 6.
+        handle = torch._C._cuda_getCurrentRawStream(self.world.device.index)
         if handle not in self._streams:
-            self._streams[handle] = stream or torch.cuda.ExternalStream(handle, self.world.device)
+            self._streams[handle] = torch.cuda.current_stream(self.world.device)
         return int(handle)
 
     def _refuse_capture(self) -> None:
@@ -448,9 +450,10 @@ class Span:
         moves: Callable[[], Sequence[tuple[int, SpanBlock]]],
         after: Fence,
     ) -> list[SpanBlock]:
-        parts = self._open()
+        parts = self._unclosed()
 
         def prepare() -> Sequence[tuple[int, SpanBlock]]:
+            self._open()
             checked = moves()
             parts.check_moves(checked)
             self._use(None)
@@ -471,28 +474,36 @@ class Span:
         try:
             parts.board.together(operation, commit)
         except BaseException:
-            for table, part in undo:
-                table.replace(part)
+            for table, part in reversed(undo):
+                table.restore(part)
             raise
         self._num_remaps += len(checked)
         return [block for _, block in undo[0][1]]
+
+    def _fence(self, parts: Parts) -> Fence:
+        self._use(None)
+        self._refuse_capture()
+        world = self.world
+        return Fence(self._streams.values(), parts.signals, world.rank, world.timeout_s)
+
+    @property
+    def _views(self) -> tuple[Table, ...]:
+        return () if self._shard_view is None else (self._shard_view.table,)
 
     @property
     def _num_live(self) -> int:
         view = self._shard_view
         return self._range.num_live + (view.range.num_live if view else 0)
 
-    def _ready_to_close(self) -> None:
+    def _ready_to_close(self, parts: Parts) -> None:
         if self._num_live:
             raise InUseError(
                 f"{self._num_live} tensors of {self!r} are still alive: drop them first, or close "
                 "with force=True and never touch them again"
             )
-        self.fence().wait()
+        self._fence(parts).wait()
 
     def _dissolve(self, parts: Parts, *, pooled: bool) -> None:
         self._parts = None
-        if self._shard_view is not None:
-            self._shard_view.close()
-        parts.close(pooled=pooled, rank=self.world.rank)
         self._registry.discard(self)
+        parts.close(self._views, pooled=pooled, rank=self.world.rank)

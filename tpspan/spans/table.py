@@ -67,6 +67,10 @@ class Table:
             raise ValueError(f"no block begins at offset {offset_bytes}")
         return self._placed[offset_bytes][0]
 
+    def right_at(self, offset_bytes: int) -> Right:
+        """What may be done with the block that begins at an offset."""
+        return self._placed[offset_bytes][1].right
+
     def place(self, offset_bytes: int, block: SpanBlock) -> None:
         """Map a block where nothing is mapped yet, without a right."""
         self._placed[offset_bytes] = (block, self.reservation.map(offset_bytes, block.block))
@@ -94,6 +98,13 @@ class Table:
                 self.is_broken = True
             raise
         return undo
+
+    def restore(self, undo: Sequence[tuple[int, SpanBlock]]) -> None:
+        """Take a change back that failed on another rank; if that is refused, the table is broken."""
+        try:
+            self.replace(undo)
+        except TpspanError:
+            self.is_broken = True
 
     def close(self) -> None:
         """Unmap everything and give the addresses back; all is tried, the first failure raised."""

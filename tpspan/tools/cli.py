@@ -1,8 +1,8 @@
 """The command ``tpspan``. Starts without torch: a command imports what it needs when it runs.
 
 ``COMMANDS`` lists the commands that live in files of their own. Such a file offers
-``main(argv: Sequence[str]) -> int``, which gets all that follows the command's name, ``--help`` too,
-and returns the exit code.
+``main(argv: Sequence[str]) -> int``, which gets all that follows the command's name, ``--help``
+too, and returns the exit code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ class Command:
     help: str
 
 
-COMMANDS: tuple[Command, ...] = ()
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        "bench",
+        "tpspan.tools.bench.command",
+        "Measure what spans cost and give on this machine: tpspan bench span --ranks 4.",
+    ),
+)
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 

@@ -1,0 +1,100 @@
+"""The whole tensor on every rank: ``copy_to``, one plain copy, and others' all-gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from tpspan.spans import Span
+from tpspan.tools.bench import values
+from tpspan.tools.bench.allocating import shown
+from tpspan.tools.bench.measuring import Bench, Figure
+from tpspan.tools.bench.reading import summing
+
+GROUP = "gather"
+_SALT = 11
+_SHARED = "n/a: ranks share a GPU, which NCCL refuses"
+
+
+def measure(bench: Bench, nbytes: int) -> None:
+    """Times from ready shards to shards that may be written again, on all ranks. Collective."""
+    span = values.allocate(bench.world, nbytes)
+    values.fill(span, _SALT)
+    out = torch.zeros(span.shape, dtype=span.dtype, device=bench.world.device)
+    _measure(bench, span, out)
+    bench.start_together()
+    span.close()
+
+
+def _measure(bench: Bench, span: Span, out: torch.Tensor) -> None:
+    world = bench.world
+    gathered = span.gathered
+    size = shown(span.nbytes)
+    with_barriers = "a barrier before and one after included"
+
+    def copy_to() -> None:
+        span.barrier()
+        span.copy_to(out)
+        span.barrier()
+
+    def plain_copy() -> None:
+        span.barrier()
+        out.copy_(gathered)
+        span.barrier()
+
+    for name, body in (("copy_to", copy_to), ("plain copy_", plain_copy)):
+        out.zero_()
+        body()
+        values.check_copy(world, out, _SALT, f"after {name}")
+    ours = _time(bench, f"{size}, copy_to", copy_to, with_barriers)
+    plain = _time(bench, f"{size}, one plain copy_", plain_copy, with_barriers)
+    total = torch.zeros((), dtype=values.DTYPE, device=world.device)
+    read_gathered, read_out = summing(gathered, total), summing(out, total)
+
+    def read_in_place() -> None:
+        span.barrier()
+        read_gathered()
+        span.barrier()
+
+    in_place = _time(bench, f"{size}, read in place", read_in_place, with_barriers)
+    bench.add_ratio(GROUP, "copy_to sooner than one plain copy_", plain, ours)
+    backend = "nccl" if bench.is_cuda else "gloo"
+    their = f"{size}, {backend} all_gather_into_tensor"
+    if bench.is_cuda and any(bench.board.all_gather(world.shares_device)):
+        bench.leave_out(GROUP, their, "us", _SHARED)
+        return
+    shard = span.local.clone()
+    # torch 2.13 gave it another name and warns of the old one.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+    def all_gather() -> None:
+        gather(out, shard)
+
+    out.zero_()
+    all_gather()
+    values.check_copy(world, out, _SALT, f"after {backend}")
+    theirs = _time(bench, their, all_gather, "its own synchronisation")
+
+    def gather_then_read() -> None:
+        all_gather()
+        read_out()
+
+    then_read = _time(bench, f"{size}, {backend} all-gather, then read", gather_then_read, "")
+    ready = _time(bench, f"{size}, ready to be read in place", span.barrier, "a barrier, no copy")
+    bench.add_ratio(GROUP, f"copy_to sooner than {backend}", theirs, ours)
+    bench.add_ratio(
+        GROUP,
+        f"read through the span sooner than after {backend}",
+        then_read,
+        in_place,
+        "from ready shards until every byte of the gathered tensor has been read",
+    )
+    bench.add_ratio(GROUP, f"ready to be read sooner than after {backend}", theirs, ready)
+
+
+def _time(bench: Bench, name: str, body: Callable[[], object], note: str) -> Figure:
+    samples = bench.sample(bench.on_stream(body), least=7, most=50)
+    notes = "; ".join(filter(None, [note, bench.crowd if not bench.is_cuda else ""]))
+    return bench.add_us(GROUP, name, samples, notes)
