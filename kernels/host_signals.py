@@ -146,16 +146,27 @@ def host_post(counter_address: int, sent_address: int) -> None:
 
 
 def host_wait(
-    counter_address: int, expected_address: int, timeout_s: float, *, peer: int = 0
+    counter_address: int,
+    expected_address: int,
+    timeout_s: float,
+    *,
+    peer: int = 0,
+    num_cores: int | None = None,
 ) -> tuple[int, ...]:
     """Advance this rank's count of expected signals and wait until it has arrived.
+
+    Args:
+        counter_address: this rank's own counter.
+        expected_address: this rank's own count, 32 bits.
+        peer: who is named if the time runs out.
+        num_cores: cores that the two ranks have between them; by default those of this process.
 
     Returns:
         Nothing if it has come, ``(peer,)`` if the time ran out.
     """
     count = _advance(expected_address)
     end = time.monotonic_ns() + int(timeout_s * 1e9)
-    num_spins = _num_spins(2)
+    num_spins = _num_spins(2, num_cores)
     while not _await_count(counter_address, count, _slice_ns(end), num_spins):
         if time.monotonic_ns() >= end:
             return (peer,)
@@ -171,19 +182,22 @@ def host_barrier(
     world_size: int,
     epoch_address: int,
     timeout_s: float,
+    *,
+    num_cores: int | None = None,
 ) -> tuple[int, ...]:
     """Wait until all ranks have come here.
 
     Args:
         base, page_nbytes, slot: where the counters lie, see tpspan.kernels.board.
         epoch_address: this rank's own count, 32 bits.
+        num_cores: cores that the ranks have between them; by default those of this process.
 
     Returns:
         The ranks that had not come when the time ran out; none if all came.
     """
     count = _enter(base, page_nbytes, slot, rank, world_size, epoch_address)
     end = time.monotonic_ns() + int(timeout_s * 1e9)
-    num_spins = _num_spins(world_size)
+    num_spins = _num_spins(world_size, num_cores)
     place = (base, page_nbytes, slot, rank, world_size, count)
     while _await_all(*place, _slice_ns(end), num_spins) < world_size:
         if time.monotonic_ns() >= end:
@@ -198,5 +212,10 @@ def _slice_ns(end: int) -> int:
     return max(0, min(end - time.monotonic_ns(), _SLICE_NS))
 
 
-def _num_spins(num_ranks: int) -> int:
-    return _NUM_SPINS_WITH_CORES if num_ranks <= _NUM_CORES else _NUM_SPINS_WITHOUT
+def _num_spins(num_ranks: int, num_cores: int | None) -> int:
+    """Looking pays only where every rank has a core: else it keeps a peer from running."""
+    num_cores = _NUM_CORES if num_cores is None else num_cores
+    return _NUM_SPINS_WITH_CORES if num_ranks <= num_cores else _NUM_SPINS_WITHOUT
+
+
+_NUM_CORES = len(os.sched_getaffinity(0))

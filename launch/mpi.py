@@ -37,7 +37,7 @@ class MpiChannel:
     def __init__(self, comm: MPI.Intracomm, mpi_tag: int) -> None:
         from mpi4py import MPI
 
-        self._mpi = MPI
+        self._mpi: Any = MPI
         self._comm = comm
         self._mpi_tag = mpi_tag
         self._lock = threading.RLock()

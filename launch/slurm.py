@@ -1,4 +1,4 @@
-"""Where the ranks of a Slurm step meet when MPI does not connect them.
+"""Slurm: where the ranks of a step meet when MPI does not connect them, and how a step ends.
 
 ``MASTER_ADDR`` and ``MASTER_PORT`` are taken if both are set, as many job scripts do. Otherwise
 rank 0 serves a TCPStore on the first host of ``SLURM_STEP_NODELIST`` (the loopback address if the
@@ -9,8 +9,12 @@ ports.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Mapping
 
 from tpspan.errors import LaunchError
@@ -42,6 +46,19 @@ def meeting_point(
     if not (resolves or _resolves)(host):
         host = environ.get("SLURM_LAUNCH_NODE_IPADDR", host)
     return host, port
+
+
+def cancel_step() -> None:
+    """Cancel the step that this process belongs to, if the command for it is here.
+
+    By default srun lets the other tasks run on when one fails, such as one that has not come to
+    ``init`` yet.
+    """
+    scancel = shutil.which("scancel")
+    if scancel is not None:
+        step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run([scancel, step], timeout=3, check=False, capture_output=True)
 
 
 def first_host(nodes: str) -> str:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import secrets
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -17,7 +18,7 @@ from tpspan.launch import mpi, torch_group, torchrun
 from tpspan.launch.control import AloneChannel, Channel, StarControl
 from tpspan.launch.environment import Launch, detect
 from tpspan.launch.hosts import Member, deal_gpus, num_threads, on_host_of, this_member
-from tpspan.launch.world import Facts, World, close_at_exit
+from tpspan.launch.world import Facts, World
 from tpspan.memory.cuda import CudaDriver, cuda_device_count, device_uuid
 from tpspan.memory.driver import Driver
 from tpspan.memory.host import HostDriver
@@ -27,6 +28,7 @@ Backend = Literal["auto", "cuda", "host"]
 SHARE_DEVICE_VARIABLE = "TPSPAN_SHARE_DEVICE"
 
 _default: World | None = None
+_pid = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def init(
         DriverError: the driver could not start, on this rank.
         ValueError: an argument has no such value.
     """
-    global _default
+    global _default, _pid
     if _default is not None and not _default.closed:
         raise LaunchError("init was called already: use tpspan.world(), or close that world first")
     if backend not in ("auto", "cuda", "host"):
@@ -91,8 +93,7 @@ def init(
         request = _Request(backend, share_device, torch_distributed)
         world = _build(launch, channel, control, request, timeout_s, stack)
         stack.pop_all()
-    atexit.register(close_at_exit, world)
-    _default = world
+    _default, _pid = world, os.getpid()
     return world
 
 
@@ -206,3 +207,15 @@ def _vote(control: StarControl, make: Callable[[], Driver]) -> Driver:
         what = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
         raise PeerError(failed, f"could not open the memory driver ({what})")
     return driver
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Close a world that was left open; mpi4py ends MPI after this."""
+    # A forked child that ends is not the rank that leaves.
+    if _default is None or _pid != os.getpid():
+        return
+    try:
+        _default.close()
+    except Exception as error:
+        sys.stderr.write(f"tpspan: rank {_default.rank}: closing at exit: {error}\n")

@@ -36,16 +36,25 @@ class StoreChannel:
         store: any torch store that can check and delete keys.
         prefix: a name that is the same on all ranks, and no other channel's.
         rank, world_size: this rank and the number of ranks.
+        end_job: called when this rank aborts the job, for ranks that do not look.
         serves: whether this process is the store's server, so that it must not leave before the
             rest.
     """
 
     def __init__(
-        self, store: Store, prefix: str, rank: int, world_size: int, *, serves: bool
+        self,
+        store: Store,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        *,
+        serves: bool,
+        end_job: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._prefix = prefix
         self._serves = serves
+        self._end_job = end_job
         self._sent: dict[tuple[int, str], list[str]] = {}
         self._numbers: dict[tuple[str, int, str], tuple[int, int]] = {}
         self._closed = threading.Event()
@@ -98,9 +107,9 @@ class StoreChannel:
         except RuntimeError:
             pass
         failure.report(message, self.rank, self.world_size)
-        if self._serves:
-            # The others look once a second; without the server they could not.
-            time.sleep(LAST_WORDS_S)
+        self._give_others_time()
+        if self.world_size > 1:
+            self._end_job()
         os._exit(1)
 
     def close(self, linger_s: float = 5.0) -> None:
@@ -133,7 +142,13 @@ class StoreChannel:
                 # The server is gone: whoever needs it next gets a PeerError.
                 return
             if aborted and self._store.get(key) != str(self.rank).encode():
+                self._give_others_time()
                 os._exit(1)
+
+    def _give_others_time(self) -> None:
+        # They look once a second, and without the server they could not.
+        if self._serves:
+            time.sleep(LAST_WORDS_S)
 
     def _key(self, source: int, target: int, tag: Tag, number: int) -> str:
         return f"{self._prefix}/{tag.context}/{tag.sequence}/{source}>{target}/{number}"

@@ -48,7 +48,10 @@ def connect(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Sto
     # A job that the agent restarts, and a second init of a process, start on keys of their own.
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"tpspan/{attempt}/{next(_generation)}"
-    channel = StoreChannel(store, prefix, launch.rank, launch.world_size, serves=serves)
+    end_job = slurm.cancel_step if launch.launcher == "srun" else lambda: None
+    channel = StoreChannel(
+        store, prefix, launch.rank, launch.world_size, serves=serves, end_job=end_job
+    )
     if launch.world_size > 1:
         failure.install(channel.abort)
     return channel

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -214,11 +213,3 @@ class World:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the world is closed")
-
-
-def close_at_exit(world: World) -> None:
-    """Close a world that its owner left open; a failure is one line, the interpreter is ending."""
-    try:
-        world.close()
-    except Exception as error:
-        sys.stderr.write(f"tpspan: rank {world.rank}: closing at exit: {error}\n")

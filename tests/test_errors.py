@@ -85,7 +85,7 @@ def test_a_mismatch_shows_what_each_rank_asked_for() -> None:
         ("cuMemCreate", "CUDA_ERROR_INVALID_VALUE", {"nbytes": 7}, "multiple of the page"),
         ("cuMemCreate", "CUDA_ERROR_INVALID_VALUE", {"nbytes": 0}, "positive multiple"),
         ("cuMemMap", "CUDA_ERROR_INVALID_VALUE", {"address": 9, "nbytes": PAGE}, "address must"),
-        ("cuMemMap", "CUDA_ERROR_INVALID_VALUE", {"address": 0, "nbytes": PAGE}, "mapped whole"),
+        ("cuMemMap", "CUDA_ERROR_INVALID_VALUE", {"address": PAGE, "nbytes": PAGE}, "mapped whole"),
         ("cuMemUnmap", "CUDA_ERROR_INVALID_VALUE", {"nbytes": PAGE}, "unmapped whole"),
         ("cuMemRelease", "CUDA_ERROR_INVALID_HANDLE", {}, "released already"),
         ("cuMemSetAccess", "CUDA_ERROR_INVALID_VALUE", {"nbytes": PAGE}, "peer access"),

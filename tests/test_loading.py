@@ -192,15 +192,16 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
         load_weights(TinyLlama(), tmp_path / "other.gguf")
 
 
-def test_gguf_alike_in_transformers(files: Files) -> None:
+def test_gguf_alike_in_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
+    write_gguf(tmp_path / "tiny.gguf", bias=False)
     for dtype in (torch.float32, torch.bfloat16):
         reference = transformers.LlamaForCausalLM.from_pretrained(
-            files.gguf.parent, gguf_file=files.gguf.name, dtype=dtype
+            tmp_path, gguf_file="tiny.gguf", dtype=dtype
         )
         module = transformers.LlamaForCausalLM(reference.config).to(dtype)
-        load_weights(module, files.gguf)
+        load_weights(module, tmp_path / "tiny.gguf")
         wanted = reference.state_dict()
         assert set(wanted) == set(module.state_dict())
         for name, tensor in module.state_dict().items():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-HIDDEN, HEADS, KV_HEADS, MIDDLE, VOCAB, LAYERS = 768, 12, 4, 256, 256, 2
+HIDDEN, HEADS, KV_HEADS, MIDDLE, VOCAB, LAYERS = 768, 12, 3, 256, 256, 2
 HEAD_DIM = HIDDEN // HEADS
 
 
@@ -50,12 +50,15 @@ class Everything(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections of one layer, under the names that transformers gives them."""
+    """The projections of one layer, under the names that transformers gives them.
 
-    def __init__(self) -> None:
+    The bias of k has 192 elements: what follows it does not begin at a multiple of 256.
+    """
+
+    def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
+        self.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=bias)
+        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=bias)
         self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
         self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
 
@@ -69,28 +72,28 @@ class Feedforward(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.self_attn = Attention()
+        self.self_attn = Attention(bias)
         self.mlp = Feedforward()
         self.input_layernorm = nn.RMSNorm(HIDDEN)
         self.post_attention_layernorm = nn.RMSNorm(HIDDEN)
 
 
 class Body(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, bias: bool) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(bias) for _ in range(LAYERS))
         self.norm = nn.RMSNorm(HIDDEN)
 
 
 class TinyLlama(nn.Module):
     """The parameters of a LlamaForCausalLM, tied head included, without transformers."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.model = Body()
+        self.model = Body(bias)
         self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
         self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -125,7 +128,9 @@ _NAMES = {
 }
 
 
-def write_gguf(path: Path, architecture: str = "llama") -> dict[str, torch.Tensor]:
+def write_gguf(
+    path: Path, architecture: str = "llama", bias: bool = True
+) -> dict[str, torch.Tensor]:
     """Write random weights as llama.cpp would; returns what they must be once loaded."""
     import gguf
 
@@ -144,20 +149,23 @@ def write_gguf(path: Path, architecture: str = "llama") -> dict[str, torch.Tenso
     writer.add_tensor("rope_freqs.weight", np.ones(HEAD_DIM // 2, np.float32))
     random = np.random.default_rng(7)
     expected = {}
-    for name, tensor in tiny_llama_on_meta().state_dict().items():
+    with torch.device("meta"):
+        state = TinyLlama(bias).state_dict()
+    for name, tensor in state.items():
         if name == "lm_head.weight":
             continue
-        stem = _gguf_stem(name)
+        name_of_module, _, suffix = name.rpartition(".")
+        stem = _gguf_stem(name_of_module)
         values = random.standard_normal(tuple(tensor.shape), dtype=np.float32)
-        stored = _STORED_AS.get(stem.rpartition(".")[2], "F32")
+        stored = _STORED_AS.get(stem.rpartition(".")[2], "F32") if suffix == "weight" else "F32"
         kind = gguf.GGMLQuantizationType[stored]
         if stored == "Q6_K":
             data = _random_q6_k(random, values.shape)
         else:
             data = gguf.quantize(values, kind)
-        writer.add_tensor(f"{stem}.weight", data, raw_dtype=kind)
+        writer.add_tensor(f"{stem}.{suffix}", data, raw_dtype=kind)
         loaded = torch.from_numpy(np.array(gguf.dequantize(data, kind))).reshape(tensor.shape)
-        if architecture == "llama" and "_proj" in name and ".q_" in name:
+        if architecture == "llama" and ".q_" in name:
             loaded = _halves_from_neighbours(loaded, HEADS)
         if architecture == "llama" and ".k_" in name:
             loaded = _halves_from_neighbours(loaded, KV_HEADS)
@@ -170,11 +178,11 @@ def write_gguf(path: Path, architecture: str = "llama") -> dict[str, torch.Tenso
 
 
 def _gguf_stem(name: str) -> str:
-    if name == "model.embed_tokens.weight":
+    if name == "model.embed_tokens":
         return "token_embd"
-    if name == "model.norm.weight":
+    if name == "model.norm":
         return "output_norm"
-    _, _, index, rest = name.removesuffix(".weight").split(".", 3)
+    _, _, index, rest = name.split(".", 3)
     return f"blk.{index}.{_NAMES[rest]}"
 
 

@@ -103,6 +103,7 @@ def load_weights(
         assert checkpoint is not None and fit is not None
         written = _write_all(targets, fit, checkpoint, _bar(progress, worlds), worlds)
     finally:
+        problem = None  # an error and the frame that holds it would keep each other alive
         if checkpoint is not None:
             checkpoint.close()
     for share in shares:
@@ -125,10 +126,14 @@ class _Target:
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self.tensor = region.tensor.detach()
         found = find_shared(region.tensor)
         self.shared: SharedParameters | None = found[0] if found else None
         self.entry: Entry | None = found[1] if found else None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What is filled. Not kept: a view in the traceback of an error would hold the span."""
+        return self.region.tensor.detach()
 
     @property
     def nbytes(self) -> int:
@@ -188,7 +193,10 @@ def _vote(worlds: Sequence[World], problem: Exception | None, fingerprint: str) 
     text = None if problem is None else str(problem) or type(problem).__name__
     votes = [world.control.all_gather((text, fingerprint)) for world in worlds]
     if problem is not None:
-        raise problem
+        try:
+            raise problem
+        finally:
+            del problem
     for answers in votes:
         for rank, (theirs, _) in enumerate(answers):
             if theirs is not None:
@@ -231,9 +239,12 @@ def _write_all(
             if text is not None and problem is None:
                 problem = CheckpointError(f"on rank {rank}: {text}")
     if problem is not None:
-        raise CheckpointError(
-            f"reading failed halfway, so the parameters are undefined: {problem}"
-        ) from problem
+        try:
+            raise CheckpointError(
+                f"reading failed halfway, so the parameters are undefined: {problem}"
+            ) from problem
+        finally:
+            del problem
     return total
 
 

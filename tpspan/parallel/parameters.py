@@ -133,7 +133,10 @@ def _agree(world: World, regions: list[Region], options: str) -> list[_Part]:
     difference = None if refusal else _difference(plan, mine, theirs, options)
     answers = world.control.all_gather((str(refusal) if refusal else None, difference))
     if refusal:
-        raise refusal
+        try:
+            raise refusal
+        finally:
+            del refusal  # or the error and this frame would keep each other alive
     refused = {rank: answer[0] for rank, answer in enumerate(answers) if answer[0]}
     if refused:
         raise PeerError(refused, f"share_parameters refused: {next(iter(refused.values()))}")
@@ -187,7 +190,10 @@ def _fill(world: World, span: Span, regions: list[Region], entries: list[Entry])
             failure = error
     texts = world.control.all_gather(str(failure) if failure else None)
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure
     if texts[0] is not None:
         raise PeerError([0], f"share_parameters could not write the values: {texts[0]}")
 
@@ -206,7 +212,9 @@ def _move(slots: Slots, shared: SharedParameters, tensor: torch.Tensor, entry: E
         shared.adopt(tensor, entry)
         return
     # A meta tensor cannot take real memory: torch refuses ``.data =`` between the two.
-    new = nn.Parameter(view, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else view
+    # ``.data`` forgets what the view was made from, which would keep the span in use after close.
+    is_parameter = isinstance(tensor, nn.Parameter)
+    new = nn.Parameter(view, tensor.requires_grad) if is_parameter else view.data
     new.__dict__.update(tensor.__dict__)
     slots.put(tensor, new)
     shared.adopt(new, entry)

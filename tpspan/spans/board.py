@@ -9,6 +9,7 @@ have read it (invariant 6).
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -44,6 +45,9 @@ class Board:
         self._round = 0
         self._broken: PeerError | None = None
         self._is_closed = False
+        # A launcher may tie each rank to a core of its own: only together they know how many.
+        cores: set[int] = set().union(*self.all_gather(os.sched_getaffinity(0)))
+        self.num_cores = self._ops.num_cores = len(cores)
 
     @staticmethod
     def of(world: World) -> Board:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -10,8 +11,8 @@ from tpspan import kernels
 from tpspan.memory import Driver
 from tpspan.spans.layout import Layout, Run
 
-KERNEL_MAX_NBYTES = 256 << 20
-"""Above this one copy engine, which takes no multiprocessor, is at least as fast as a kernel."""
+_KERNEL_MAX_NBYTES = 256 << 20
+_ENGINE_MAX_PIECES = 32
 
 
 def check_out(
@@ -43,23 +44,38 @@ def rotated(layout: Layout, rank: int) -> list[Run]:
     for piece in layout.pieces():
         by_owner[piece.owner].append(piece)
     owners = [(rank + k) % layout.world_size for k in range(1, layout.world_size + 1)]
-    if len(layout.runs) <= layout.world_size or layout.world_size == 1:
-        return [piece for owner in owners for piece in by_owner[owner]]
-    # Owners alternate: keep the order of addresses and begin behind an own piece.
     pieces = list(layout.pieces())
-    first = next((i for i, p in enumerate(pieces) if p.owner == owners[0]), 0)
+    num_changes = sum(a.owner != b.owner for a, b in itertools.pairwise(pieces))
+    if num_changes < layout.world_size:
+        return [piece for owner in owners for piece in by_owner[owner]]
+    # Owners alternate: keep the order of addresses, and begin behind an own piece.
+    first = next((i for i, piece in enumerate(pieces) if piece.owner == owners[0]), 0)
     return pieces[first:] + pieces[:first]
 
 
 def copy_to(
-    driver: Driver, layout: Layout, rank: int, address: int, out: torch.Tensor, stream: int
+    driver: Driver,
+    layout: Layout,
+    rank: int,
+    address: int,
+    out: torch.Tensor,
+    stream: int,
+    *,
+    shares_device: bool,
 ) -> None:
-    """Copy the whole span at ``address`` into ``out``, on ``stream`` on CUDA."""
+    """Copy the whole span at ``address`` into ``out``, on ``stream`` on CUDA.
+
+    By copy engine where that is few copies of memory on one GPU, or of much memory: it takes no
+    multiprocessor and is then at least as fast. By kernel otherwise: over a link a kernel starts
+    sooner, and many small copies cost 3 µs each.
+    """
     if not layout.nbytes:
         return
     pieces = rotated(layout, rank)
     target = out.data_ptr()
-    if driver.name == "cuda" and layout.nbytes <= KERNEL_MAX_NBYTES:
+    is_local = shares_device or layout.world_size == 1
+    by_engine = is_local and len(pieces) <= _ENGINE_MAX_PIECES
+    if driver.name == "cuda" and not by_engine and layout.nbytes <= _KERNEL_MAX_NBYTES:
         kernels.rotated_copy(
             target,
             address,

@@ -21,9 +21,13 @@ class HostOps:
         pages: hold the counters; their content begins as zeros, as that of new host memory does.
         exchange: knows which peers have died.
         timeout_s: the deadline where a call gives none.
+        num_cores: cores that the ranks have between them, if that is known already.
     """
 
-    def __init__(self, pages: Pages, exchange: Exchange, timeout_s: float) -> None:
+    def __init__(
+        self, pages: Pages, exchange: Exchange, timeout_s: float, num_cores: int | None = None
+    ) -> None:
+        self.num_cores = num_cores
         self._pages = pages
         self._exchange = exchange
         self._rank, self._world_size = exchange.rank, exchange.world_size
@@ -38,10 +42,13 @@ class HostOps:
             PeerError: ranks died or did not come before the deadline.
         """
         place = (self._pages.base_address, self._pages.page_nbytes, slot, self._rank)
+        num_cores = self.num_cores
         epoch = self._count("epoch", slot, 0)
         address = ctypes.addressof(epoch)
         self._until(
-            lambda left_s: kernels.host_barrier(*place, self._world_size, address, left_s),
+            lambda left_s: kernels.host_barrier(
+                *place, self._world_size, address, left_s, num_cores=num_cores
+            ),
             epoch,
             timeout_s,
         )
@@ -63,7 +70,9 @@ class HostOps:
         address = ctypes.addressof(expected)
         counter = self._counter(slot, self._rank, peer)
         self._until(
-            lambda left_s: kernels.host_wait(counter, address, left_s, peer=peer),
+            lambda left_s: kernels.host_wait(
+                counter, address, left_s, peer=peer, num_cores=self.num_cores
+            ),
             expected,
             timeout_s,
         )

@@ -63,7 +63,7 @@ class Signals:
         self._is_closed = False
         self._ops: SignalOps
         if world.backend == "host":
-            self._ops = HostOps(self._pages, exchange, world.timeout_s)
+            self._ops = HostOps(self._pages, exchange, world.timeout_s, self.board.num_cores)
         elif shares_device:
             self._ops = StreamOps(self._pages, cast(CudaDriver, world.driver), world)
         else:

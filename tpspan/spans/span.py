@@ -222,7 +222,15 @@ class Span:
         world = self.world
         copying.check_out(out, self.shape, self.dtype, world.device)
         address = self.base_address
-        copying.copy_to(world.driver, self.layout, world.rank, address, out, self._use(stream))
+        copying.copy_to(
+            world.driver,
+            self.layout,
+            world.rank,
+            address,
+            out,
+            self._use(stream),
+            shares_device=world.shares_device,
+        )
 
     def barrier(self, *, stream: torch.cuda.Stream | None = None) -> None:
         """Hold the stream until the streams of all ranks have come here. Collective.

@@ -55,8 +55,8 @@ def run(
         Literal["mpirun", "torchrun"], typer.Option(help="What starts the ranks.")
     ] = "mpirun",
     module: Annotated[
-        str, typer.Option("-m", help="Run this module instead of a script.", metavar="MODULE")
-    ] = "",
+        bool, typer.Option("-m", "--module", help="Run a module: tpspan run -n 4 -m pack.train.")
+    ] = False,
 ) -> None:
     """Run a script on N ranks of this machine: tpspan run -n 4 train.py --its --options.
 
@@ -65,9 +65,8 @@ def run(
     from tpspan.errors import LaunchError
     from tpspan.launch.run import run as start
 
-    arguments = [module, *context.args] if module else context.args
     try:
-        code = start(num_ranks, arguments, launcher=launcher, module=bool(module))
+        code = start(num_ranks, context.args, launcher=launcher, module=module)
     except (LaunchError, ValueError) as error:
         typer.echo(f"tpspan run: {error}", err=True)
         raise typer.Exit(2) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     if options.plot and not options.scaling:
         parser().error("--plot shows what --scaling measures: give both")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser().error("--plot needs matplotlib: pip install matplotlib")
     try:
         inside = detect(os.environ).launcher != "alone"
         if inside or options.ranks == 1:

@@ -48,8 +48,11 @@ def _measure(bench: Bench, span: Span, out: torch.Tensor) -> None:
         out.zero_()
         body()
         values.check_copy(world, out, _SALT, f"after {name}")
-    ours = _time(bench, f"{size}, copy_to", copy_to, with_barriers)
-    plain = _time(bench, f"{size}, one plain copy_", plain_copy, with_barriers)
+    # By turns, so that both meet the same machine.
+    first, second = bench.on_stream(copy_to), bench.on_stream(plain_copy)
+    both = bench.sample(lambda: (first(), second()), least=7, most=50)
+    ours = _add(bench, f"{size}, copy_to", [one for one, _ in both], with_barriers)
+    plain = _add(bench, f"{size}, one plain copy_", [one for _, one in both], with_barriers)
     total = torch.zeros((), dtype=values.DTYPE, device=world.device)
     read_gathered, read_out = summing(gathered, total), summing(out, total)
 
@@ -95,6 +98,11 @@ def _measure(bench: Bench, span: Span, out: torch.Tensor) -> None:
 
 
 def _time(bench: Bench, name: str, body: Callable[[], object], note: str) -> Figure:
-    samples = bench.sample(bench.on_stream(body), least=7, most=50)
+    return _add(bench, name, bench.sample(bench.on_stream(body), least=7, most=50), note)
+
+
+def _add(bench: Bench, name: str, samples: list[float], note: str) -> Figure:
     notes = "; ".join(filter(None, [note, bench.crowd if not bench.is_cuda else ""]))
-    return bench.add_us(GROUP, name, samples, notes)
+    if bench.is_cuda:
+        return bench.add_us(GROUP, name, samples, notes)
+    return bench.add_ms(GROUP, name, samples, notes)

@@ -181,7 +181,8 @@ def _under_load(bench: Bench, nbytes: int, way: Way, kind: str, train: load.Trai
     name = f"{shown(nbytes)}, {way.name}, beside {kind}"
     fewest = int(min(bench.board.all_gather(len(times))))
     if fewest:
-        bench.add_us(GROUP, name, times[:fewest], way.note)
+        notes = filter(None, [way.note, bench.crowd])
+        bench.add_us(GROUP, name, times[:fewest], "; ".join(notes))
     else:
         bench.leave_out(GROUP, name, "us", "no remap ended before the train did")
     varies = bench.agree(statistics.median(noise))

@@ -76,7 +76,10 @@ def print_table(found: dict[str, Any], figures: Sequence[Figure], scaling: Scali
     )
     table.add_column("", no_wrap=True)
     for header in ("median", "", "min", "max", "n", "slowest", "note"):
-        table.add_column(header, justify="left" if header == "" else "right", no_wrap=True)
+        width = len(header) + (header == "note")
+        table.add_column(
+            header, justify="right" if header else "left", min_width=width, no_wrap=True
+        )
     notes = list(dict.fromkeys(figure.note for figure in figures if figure.note))
     group = ""
     for figure in figures:

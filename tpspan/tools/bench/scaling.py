@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import resource
 import time
 from collections.abc import Sequence
@@ -137,13 +136,8 @@ def _point(bench: Bench, blocks_per_rank: int) -> Point:
     return Point(world.world_size, blocks_per_rank, medians[0] or 0.0, medians[1] or 0.0)
 
 
-def can_plot() -> bool:
-    """Whether matplotlib, which nothing else needs, is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def plot(scaling: Scaling, path: Path, title: str) -> None:
-    """Draw the grid and its fits into an image file."""
+    """Draw the grid and its fits into an image file; needs matplotlib, which nothing else does."""
     backend: Any = importlib.import_module("matplotlib")
     backend.use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 
@@ -28,9 +29,6 @@ _TRAIN_S = 0.04
 
 def run_rank(options: argparse.Namespace, command_line: str) -> int:
     """Join the job and run this rank's part; returns the exit status, the same on all ranks."""
-    if options.plot and not scaling.can_plot():
-        print("tpspan bench: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return 2
     with tpspan.init(
         options.backend, torch_distributed=True, share_device=options.share_device
     ) as world:
@@ -61,6 +59,8 @@ def run(world: World, options: argparse.Namespace, command_line: str) -> None:
         TpspanError: a span could not be made.
     """
     start = time.perf_counter()
+    gc.collect()
+    gc.freeze()  # collections between the figures need not walk torch's modules
     bench = Bench(world, seconds=options.seconds)
     check_values(world, options.size)
     allocating.measure(bench, options.size)

@@ -1,0 +1,167 @@
+"""Tensors over a range of addresses: any dtype, explicit device, counted as long as a view lives."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from harness import rank_environment
+from tpspan.memory import PAGE_NBYTES, Block, Reservation, Right
+from tpspan.memory.host import HostDriver
+from tpspan.spans.tensors import TensorRange
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+class Keeper:
+    """Something that a tensor keeps alive."""
+
+
+@pytest.fixture
+def memory() -> Iterator[TensorRange]:
+    driver = HostDriver()
+    with Block.create(driver, PAGE_NBYTES) as block, Reservation(driver, PAGE_NBYTES) as reserved:
+        reserved.map(0, block).protect(Right.READ_WRITE)
+        yield TensorRange(reserved.address, PAGE_NBYTES, driver.device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_dtype_is_the_same_memory(memory: TensorRange, dtype: torch.dtype) -> None:
+    raw = memory.tensor((256,), torch.uint8, keep=None)
+    raw.copy_(torch.arange(256) % 2)
+    made = memory.tensor((2, 4), dtype, 16, keep=None)
+    assert (made.dtype, made.device, tuple(made.shape)) == (dtype, torch.device("cpu"), (2, 4))
+    assert made.is_contiguous()
+    assert made.data_ptr() == memory.address + 16
+    ordinary = raw[16 : 16 + 8 * dtype.itemsize].clone().view(dtype).view(2, 4)
+    assert made.view(torch.uint8).equal(ordinary.view(torch.uint8))
+    made.zero_()
+    assert raw.sum() == 128 - 4 * dtype.itemsize
+
+
+def test_strides_and_memory_formats(memory: TensorRange) -> None:
+    memory.tensor((24,), torch.int32, keep=None).copy_(torch.arange(24))
+    transposed = memory.tensor((4, 6), torch.int32, 0, (1, 4), keep=None)
+    assert transposed.equal(torch.arange(24, dtype=torch.int32).view(6, 4).T)
+    last = memory.tensor((1, 2, 3, 4), torch.int32, 0, (24, 1, 8, 2), keep=None)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    repeated = memory.tensor((5, 3), torch.int32, 4, (0, 1), keep=None)
+    assert repeated.tolist() == [[1, 2, 3]] * 5
+    scalar = memory.tensor((), torch.int32, 8, keep=None)
+    assert scalar.item() == 2
+    assert scalar.dim() == 0
+    assert memory.tensor((), torch.int32, 8, (), keep=None).item() == 2
+    del transposed, last, repeated, scalar
+    assert memory.num_live == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "stride", "said"),
+    [
+        ((PAGE_NBYTES // 4 + 1,), 0, None, "do not lie inside"),
+        ((1,), PAGE_NBYTES, None, "do not lie inside"),
+        ((1,), -4, None, "do not lie inside"),
+        ((2,), 2, None, "not a multiple of the 4 bytes"),
+        ((2, -1), 0, None, "negative size"),
+        ((2, 3), 0, (3,), "does not fit shape"),
+        ((2,), 0, (-1,), "does not fit shape"),
+        ((2,), 0, (PAGE_NBYTES,), "do not lie inside"),
+        ((2, 2), PAGE_NBYTES - 8, (1, 1), "do not lie inside"),
+    ],
+)
+def test_what_makes_no_tensor(
+    memory: TensorRange,
+    shape: tuple[int, ...],
+    offset: int,
+    stride: tuple[int, ...] | None,
+    said: str,
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        memory.tensor(shape, torch.int32, offset, stride, keep=None)
+    assert memory.num_live == 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5, 2)])
+def test_empty_tensors_stand_on_nothing(memory: TensorRange, shape: tuple[int, ...]) -> None:
+    made = memory.tensor(shape, torch.float32, PAGE_NBYTES, keep=None)
+    assert tuple(made.shape) == shape
+    assert memory.num_live == 0
+
+
+def test_a_tensor_lives_until_its_last_view(memory: TensorRange) -> None:
+    keeper = Keeper()
+    known = weakref.ref(keeper)
+    made = memory.tensor((4, 4), torch.float32, keep=keeper)
+    del keeper
+    other = memory.tensor((4,), torch.int64, keep=None)
+    assert memory.num_live == 2
+    view = made[1:].T.reshape(-1)[:0]  # holds the storage unless it was copied
+    view = made[1:].view(torch.int32)[0, 1:3]
+    del made
+    gc.collect()
+    assert known() is not None
+    assert memory.num_live == 2
+    del view
+    gc.collect()
+    assert known() is None
+    assert memory.num_live == 1
+    del other
+    assert memory.num_live == 0
+
+
+def test_a_clone_is_ordinary_memory(memory: TensorRange) -> None:
+    clone = memory.tensor((4,), torch.float32, keep=None).clone()
+    gc.collect()
+    assert memory.num_live == 0
+    assert not memory.address <= clone.data_ptr() < memory.address + memory.nbytes
+
+
+def test_autograd_keeps_what_it_saved(memory: TensorRange) -> None:
+    weight = memory.tensor((4,), torch.float32, keep=None).requires_grad_()
+    loss = (weight.detach().fill_(2.0) * weight).sum()
+    del weight
+    assert memory.num_live > 0
+    loss.backward()
+    del loss
+    gc.collect()
+    assert memory.num_live == 0
+
+
+def test_tensors_may_outlive_the_interpreter() -> None:
+    script = """
+import torch
+from tpspan.memory import PAGE_NBYTES, Block, Reservation, Right
+from tpspan.memory.host import HostDriver
+from tpspan.spans.tensors import TensorRange
+driver = HostDriver()
+block, reserved = Block.create(driver, PAGE_NBYTES), Reservation(driver, PAGE_NBYTES)
+reserved.map(0, block).protect(Right.READ_WRITE)
+torch.kept = TensorRange(reserved.address, PAGE_NBYTES, driver.device).tensor(
+    (4,), torch.float32, keep=None
+)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=rank_environment(), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
