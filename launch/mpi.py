@@ -147,7 +147,7 @@ def connect(launch: Launch, timeout_s: float) -> tuple[Launch, MpiChannel]:
     comm = MPI.COMM_WORLD
     wanted = launch.world_size or comm.Get_size()
     if (comm.Get_rank(), comm.Get_size()) != (launch.rank, wanted):
-        library = MPI.Get_library_version().split("\n")[0].strip("\0 ")
+        library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
         raise LaunchError(
             f"{launch.source}, but MPI says rank {comm.Get_rank()} of {comm.Get_size()}: mpi4py "
             f"loaded {library}, which is not the launcher's MPI. Start with the mpirun of that "

@@ -16,7 +16,8 @@ from tpspan.spans import Span
 
 def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
     """The byte that belongs at each offset; no period divides a page."""
-    return ((torch.arange(nbytes) * 7 + seed) % 251).to(torch.uint8)
+    period = ((torch.arange(251) * 7 + seed) % 251).to(torch.uint8)
+    return period.repeat(nbytes // 251 + 1)[:nbytes]
 
 
 def raw(span: Span) -> torch.Tensor:

@@ -318,8 +318,10 @@ def refused_arguments(world: World) -> None:
         assert "no rank" in str(failure(lambda: span.shard(size)))
         assert "lie inside" in str(failure(lambda: span.tensor((size * 4 + 1,), uint8)))
         wrong = torch.empty(size, 5, dtype=uint8, device=world.device)
-        for out in (wrong, wrong[:, :4], wrong[:, :4].contiguous().to(torch.int8)):
-            assert "out must" in str(failure(lambda out=out: span.copy_to(out)))
+        flat = torch.empty(4, 2 * size, dtype=uint8, device=world.device)
+        for out in (wrong, flat[:, :size].T, flat[:, :size].to(torch.int8), flat[:2].to("meta")):
+            error = failure(lambda out=out: span.copy_to(out))
+            assert "out must" in str(error), (out.shape, out.stride(), error)
         fill(span)
         assert holds(span)
         meet(span)

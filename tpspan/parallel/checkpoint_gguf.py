@@ -77,6 +77,8 @@ class GgufCheckpoint:
         piece = self._pieces[name]
         wanted = box_shape(box)
         data = piece.data(self._file)
+        if len(box) < len(piece.shape):
+            box = (*box, slice(0, 1))
         if piece.num_heads:
             rows = _file_rows(box[0], data.shape[0], piece.num_heads)
             data = data[rows]
@@ -87,7 +89,7 @@ class GgufCheckpoint:
         blocks = np.ascontiguousarray(data[box[:-1] + covering])
         values = self._gguf.dequantize(blocks, piece.kind)
         begin = columns.start - first * piece.block
-        values = values[..., begin : begin + wanted[-1]]
+        values = values[..., begin : begin + columns.stop - columns.start]
         # Float32 is not converted but viewed, and torch wants memory that can be written.
         return torch.from_numpy(np.require(values, requirements="W")).reshape(wanted)
 
@@ -137,11 +139,15 @@ class GgufCheckpoint:
             ) from error
         if not tensor.shape or tensor.shape[-1] % block:
             raise CheckpointError(f"{where} has the shape {tensor.shape}, in blocks of {block}")
-        num_heads = 0
+        shape, num_heads = tensor.shape, 0
         for part, key in ((".attn_q.", "head_count"), (".attn_k.", "head_count_kv")):
             if _PERMUTED[self._architecture] and part in tensor.name:
                 num_heads = self._num_heads(key, where, tensor.shape)
-        piece = _Piece(tensor.shape, tensor.offset_bytes, kind, block, block_nbytes, num_heads)
+        if num_heads and len(shape) == 1:
+            shape = (*shape, 1)  # a bias: its elements are the rows
+            if block > 1:
+                raise CheckpointError(f"{where}, a bias, is stored in blocks, out of order")
+        piece = _Piece(shape, tensor.offset_bytes, kind, block, block_nbytes, num_heads)
         if piece.end > len(self._file):
             raise CheckpointError(
                 f"{self._path} is cut short: {tensor.name} ends at byte {piece.end} of "
@@ -165,6 +171,7 @@ class _Piece:
     """Where a tensor lies in the file, and how.
 
     Attributes:
+        shape: of the tensor, with a last dimension of 1 if it is a bias with heads.
         kind: the gguf package's type.
         block, block_nbytes: elements and bytes of a block; 1 and the item's size if not quantised.
         num_heads: heads whose rows are in llama.cpp's rotary order, or 0.
