@@ -39,7 +39,7 @@ ALL_CAME, LATE, DIFFERENT = 0, 1, 2
 
 
 @atomics.compiled("int64(int64, int64, int64, int64)")
-def _finish(place: int, half: int, timeout_ns: int, num_spins: int) -> int:
+def _finish(place: int, parity: int, timeout_ns: int, num_spins: int) -> int:
     base = atomics.load_int64(place)
     page_nbytes = atomics.load_int64(place + 8)
     slot = atomics.load_int64(place + 16)
@@ -49,7 +49,7 @@ def _finish(place: int, half: int, timeout_ns: int, num_spins: int) -> int:
     come = _await_all(base, page_nbytes, slot, rank, world_size, count, timeout_ns, num_spins)
     if come < world_size:
         return 1
-    first = base + atomics.load_int64(place + _REQUESTS) + half * _REQUEST_NBYTES
+    first = base + atomics.load_int64(place + _REQUESTS) + parity * _REQUEST_NBYTES
     for peer in range(1, world_size):
         request = first + peer * page_nbytes
         for word in range(REQUEST_WORDS):
@@ -61,7 +61,7 @@ def _finish(place: int, half: int, timeout_ns: int, num_spins: int) -> int:
 @atomics.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def _step(
     place: int,
-    half: int,
+    parity: int,
     target: int,
     source: int,
     head_nbytes: int,
@@ -77,7 +77,7 @@ def _step(
     world_size = atomics.load_int64(place + 32)
     epoch = atomics.load_int64(place + 40)
     own = base + rank * page_nbytes + atomics.load_int64(place + _REQUESTS)
-    atomics.copy_bytes(own + half * _REQUEST_NBYTES, place + _REQUEST, _REQUEST_NBYTES)
+    atomics.copy_bytes(own + parity * _REQUEST_NBYTES, place + _REQUEST, _REQUEST_NBYTES)
     if head_nbytes > 0:
         atomics.copy_bytes(target, source, head_nbytes)
     if tail_nbytes > 0:
@@ -86,7 +86,7 @@ def _step(
     atomics.store_int64(place + _COUNT, types.int64(count))
     if keep != 0:
         atomics.copy_bytes(keep, source, head_nbytes)
-    return _finish(place, half, timeout_ns, atomics.load_int64(place + _SPINS))
+    return _finish(place, parity, timeout_ns, atomics.load_int64(place + _SPINS))
 
 
 @atomics.compiled("void(int64, int64, int64, int64, int64, int64, int64, int64)")
@@ -109,7 +109,7 @@ def _pull(
 
 def host_step(
     place: int,
-    half: int,
+    parity: int,
     target: int,
     source: int,
     head_nbytes: int,
@@ -122,7 +122,7 @@ def host_step(
 
     Args:
         place: address of the words above.
-        half: 0 and 1 in turn; which of the two requests of a rank is written.
+        parity: 0 and 1 in turn; which of the two requests of a rank is written.
         target, source: the first ``head_nbytes`` and the ``tail_nbytes`` from ``tail_offset`` are
             copied; what lies between is not.
         keep: copy the head there as well, while waiting; 0 for no.
@@ -133,13 +133,13 @@ def host_step(
         if all came and the requests differ, on every rank alike.
     """
     return _step(
-        place, half, target, source, head_nbytes, tail_offset, tail_nbytes, keep, timeout_ns
+        place, parity, target, source, head_nbytes, tail_offset, tail_nbytes, keep, timeout_ns
     )
 
 
-def host_step_again(place: int, half: int, timeout_ns: int) -> int:
+def host_step_again(place: int, parity: int, timeout_ns: int) -> int:
     """Go on waiting after ``LATE``; returns as ``host_step`` does."""
-    return _finish(place, half, timeout_ns, _ONE_LOOK)
+    return _finish(place, parity, timeout_ns, _ONE_LOOK)
 
 
 def host_pull(

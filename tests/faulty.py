@@ -68,6 +68,20 @@ class FaultyDriver:
         self._fail_count = 0
         self._delays: dict[str, float] = {}
         self._inside = 0
+        self._handles: set[int] = set()
+        self._mapped: dict[int, int] = {}
+        self._reserved: dict[int, int] = {}
+
+    def give_back(self) -> int:
+        """Give back what was made while watched and is still held; return how much that was."""
+        num_held = len(self._mapped) + len(self._reserved) + len(self._handles)
+        for address, nbytes in tuple(self._mapped.items()):
+            self.driver.unmap(address, nbytes)
+        for address, nbytes in tuple(self._reserved.items()):
+            self.driver.free(address, nbytes)
+        for handle in tuple(self._handles):
+            self.driver.release(handle)
+        return num_held
 
     def fail(self, nth: int, *, count: int = 1) -> None:
         """Fail the nth call from now on (1 is the next), and all in all ``count`` in a row."""
@@ -106,6 +120,20 @@ class FaultyDriver:
         finally:
             self._inside -= 1
 
+    def _keep_books(self, name: str, args: tuple[Any, ...], value: Any) -> None:
+        if name in ("create", "import_fd"):
+            self._handles.add(value)
+        elif name == "release":
+            self._handles.discard(args[0])
+        elif name == "reserve":
+            self._reserved[value] = args[0]
+        elif name == "free":
+            self._reserved.pop(args[0], None)
+        elif name == "map":
+            self._mapped[args[0]] = args[1]
+        elif name == "unmap":
+            self._mapped.pop(args[0], None)
+
     def _call(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._fail_from is not None:
             self._fail_from -= 1
@@ -116,5 +144,6 @@ class FaultyDriver:
         start_s = time.monotonic()
         value = original(*args, **kwargs)
         self.calls.append(Call(name, start_s, time.monotonic()))
+        self._keep_books(name, args, value)
         self.held = Held(*(a + b for a, b in zip(self.held, _EFFECTS[name], strict=True)))
         return value

@@ -100,7 +100,7 @@ def test_what_is_no_size(text: str) -> None:
 
 def test_what_people_read() -> None:
     assert [shown(n) for n in (7, 2048, 3 << 19, 64 << 30)] == ["7 B", "2 KiB", "1.5 MiB", "64 GiB"]
-    assert [short(x) for x in (0.1234, -12.34, 12345.6)] == ["0.12", "-12.3", "12,346"]
+    assert [short(x) for x in (0.1234, -12.34, 12345.6)] == ["0.123", "-12.3", "12,346"]
 
 
 @pytest.mark.parametrize(

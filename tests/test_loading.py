@@ -77,13 +77,22 @@ def write_shards(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
 
 
 @pytest.mark.ranks()
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gguf_is_dequantised_by_the_owners(ranks: Ranks, files: Files, dtype: str) -> None:
+def test_gguf_is_dequantised_by_the_owners(ranks: Ranks, files: Files) -> None:
     ranks.run(
         "bodies.models:load_tiny_llama",
         path=str(files.gguf),
         expected=files.from_gguf,
-        dtype=dtype,
+        dtype="float32",
+    )
+
+
+@pytest.mark.ranks(1, 3, launchers=("mpirun",))
+def test_gguf_is_rounded_as_torch_rounds(ranks: Ranks, files: Files) -> None:
+    ranks.run(
+        "bodies.models:load_tiny_llama",
+        path=str(files.gguf),
+        expected=files.from_gguf,
+        dtype="bfloat16",
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tpspan.launch.world import World
 from tpspan.memory import BlockPool
-from tpspan.spans import Span
+from tpspan.spans import Signals, Span
 
 
 def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
@@ -67,8 +67,9 @@ def gather(world: World, value: Any) -> list[Any]:
 
 
 def trim(world: World) -> None:
-    """Give the blocks that the world's pool keeps back to the driver."""
+    """The state between two calls: what is made once is there, and the pool keeps no blocks."""
     gc.collect()
+    Signals.of(world)
     world.resource("pool", lambda world: BlockPool(world.driver)).trim()
 
 

@@ -21,6 +21,13 @@ from tpspan.parallel import SharedParameters, load_weights, share_parameters
 PAGE = 2 << 20
 
 
+def meet(world: World) -> None:
+    """Wait until all ranks, and what they have queued on their devices, have come here."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    world.control.barrier()
+
+
 def everything(seed: int) -> Everything:
     torch.manual_seed(seed)
     module = Everything()
@@ -67,7 +74,7 @@ def share_a_real_module(world: World) -> None:
     got.backward()
     assert module.transposed.grad is not None
     del got
-    world.control.barrier()
+    meet(world)
     shared.close()
     shared.close()
     assert_same(module, expected.state_dict(), world)
@@ -109,12 +116,12 @@ def memory_is_divided(world: World, num_layers: int) -> tuple[int, int, int]:
             at = (offset - begin) // 4
             parameter.view(-1)[at : at + nbytes // 4] = world.rank
         del parameter
-    world.control.barrier()
+    meet(world)
     total = sum(float(parameter.detach().sum()) for parameter in module.parameters())
     assert len(set(world.control.all_gather(total))) == 1
-    world.control.barrier()
+    meet(world)
     result = shared.nbytes, shared.span.stats().own_nbytes, shared.held_nbytes()
-    world.control.barrier()
+    meet(world)
     shared.close()
     return result
 
@@ -125,13 +132,11 @@ def step_of_an_optimizer(world: World) -> None:
     shared = share_parameters(module, world)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     before = module.weight.detach().clone()
-    world.control.barrier()
+    meet(world)
     if world.rank == 0:
         module(torch.ones(2, 64, device=world.device)).sum().backward()
         optimizer.step()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-    world.control.barrier()
+    meet(world)
     assert not torch.equal(module.weight, before)
     sums = world.control.all_gather(float(module.weight.detach().sum()))
     assert len(set(sums)) == 1
@@ -242,9 +247,9 @@ def checkpoint_that_does_not_fit(world: World, path: str, wanted: str) -> None:
     shared.span.barrier()
     with pytest.raises(CheckpointError, match=wanted):
         load_weights(module, path)
-    world.control.barrier()
+    meet(world)
     assert bool((shared.span.gathered == 7).all())
-    world.control.barrier()
+    meet(world)
     shared.close()
 
 
@@ -285,12 +290,12 @@ def a_write_to_frozen_parameters_fails(world: World) -> None:
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV
     assert torch.equal(module.weight, before)
     shared.thaw()
-    world.control.barrier()
+    meet(world)
     if world.rank == 0:
         module.weight.data.zero_()
-    world.control.barrier()
+    meet(world)
     assert float(module.weight.detach().abs().sum()) == 0
-    world.control.barrier()
+    meet(world)
     shared.close()
 
 

@@ -76,18 +76,16 @@ class GgufCheckpoint:
         """Dequantise the blocks that cover a box and return what it selects, as float32."""
         piece = self._pieces[name]
         wanted = box_shape(box)
-        data = piece.data(self._file)
         if len(box) < len(piece.shape):
             box = (*box, slice(0, 1))
-        if piece.num_heads:
-            rows = _file_rows(box[0], data.shape[0], piece.num_heads)
-            data = data[rows]
-            box = (slice(0, len(rows)), *box[1:])
-        columns = box[-1]
+        *outer, columns = box
         first, last = columns.start // piece.block, -(-columns.stop // piece.block)
-        covering = (slice(first * piece.block_nbytes, last * piece.block_nbytes),)
-        blocks = np.ascontiguousarray(data[box[:-1] + covering])
-        values = self._gguf.dequantize(blocks, piece.kind)
+        data = piece.data(self._file)[..., first * piece.block_nbytes : last * piece.block_nbytes]
+        if piece.num_heads:
+            data = data[_file_rows(outer[0], piece.shape[0], piece.num_heads)]
+        else:
+            data = data[tuple(outer)]
+        values = self._gguf.dequantize(np.ascontiguousarray(data), piece.kind)
         begin = columns.start - first * piece.block
         values = values[..., begin : begin + columns.stop - columns.start]
         # Float32 is not converted but viewed, and torch wants memory that can be written.

@@ -20,6 +20,7 @@ from tpspan.memory.host import HostDriver
 from tpspan.spans.exchange import Exchange
 from tpspan.spans.host_ops import HostOps
 from tpspan.spans.pages import Pages
+from tpspan.spans.votes import attempt, settle, together
 
 T = TypeVar("T")
 
@@ -118,8 +119,8 @@ class Board:
             PeerError: the step failed on other ranks, or they did not come.
             BaseException: whatever ``step`` raised on this rank.
         """
-        value, error = _attempt(step)
-        message = (operation, request, _text(error))
+        value, error, vote = attempt(self.rank, step)
+        message = (operation, request, vote)
         said = self.all_gather(message, timeout_s=timeout_s)
         if any(other[:2] != said[0][:2] for other in said):
             shown = {
@@ -127,7 +128,7 @@ class Board:
                 for rank, (name, what, _) in enumerate(said)
             }
             raise CollectiveMismatch(operation, shown)
-        _raise_failures(operation, error, [text for *_, text in said])
+        settle(operation, error, [vote for *_, vote in said])
         return cast(T, value)
 
     def together(self, what: str, step: Callable[[], T], *, timeout_s: float | None = None) -> T:
@@ -139,9 +140,9 @@ class Board:
             PeerError: the step failed on other ranks; it says what they said.
             BaseException: whatever ``step`` raised on this rank.
         """
-        value, error = _attempt(step)
-        _raise_failures(what, error, self.all_gather(_text(error), timeout_s=timeout_s))
-        return cast(T, value)
+        return together(
+            what, self.rank, step, lambda vote: self.all_gather(vote, timeout_s=timeout_s)
+        )
 
     def close(self) -> None:
         """Unmap the pages; every later call raises ``ClosedError``."""
@@ -157,23 +158,3 @@ class Board:
         except PeerError as error:
             self._broken = error
             raise
-
-
-def _attempt(step: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    try:
-        return step(), None
-    except BaseException as error:
-        return None, error
-
-
-def _text(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
-
-
-def _raise_failures(what: str, error: BaseException | None, said: list[str | None]) -> None:
-    if error is not None:
-        raise error
-    failed = {rank: text for rank, text in enumerate(said) if text}
-    if failed:
-        texts = "; ".join(failed.values())
-        raise PeerError(failed, f"{what} failed there and was undone on all ranks: {texts}")

@@ -23,13 +23,17 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from tpspan.errors import DriverError, PeerError, TpspanError
 from tpspan.launch.world import World
 from tpspan.memory import PAGE_NBYTES, Block, Driver
 from tpspan.memory.advice import advise
+from tpspan.spans.votes import together
+
+T = TypeVar("T")
 
 BATCH = 64
 """Descriptors in one message; Linux allows 253 (SCM_MAX_FD)."""
@@ -37,7 +41,7 @@ BATCH = 64
 _HELLO = struct.Struct("!16sI")
 _HEADER = struct.Struct("!iI")  # descriptors in this message (-1: the sender failed), first block
 _ACK = b"ok"
-_MAX_PATH = 100  # a Unix socket's path ends at 107 bytes
+_MAX_PARENT = 70  # a Unix socket's path ends at 107 bytes
 
 
 class Exchange:
@@ -53,6 +57,7 @@ class Exchange:
         self.rank = world.rank
         self.world_size = world.world_size
         self.timeout_s = world.timeout_s
+        self._control = world.control
         self._peers: dict[int, socket.socket] = {}
         outside = set(range(world.world_size)) - set(world.domain)
         if outside:
@@ -62,28 +67,68 @@ class Exchange:
                 "Share spans inside world.subset(world.domain)",
             )
         if world.world_size > 1:
-            with _directory(world) as directory:
-                self._connect(world, directory)
+            with self._directory() as directory:
+                self._connect(world.token, directory)
 
-    def _connect(self, world: World, directory: Path) -> None:
+    def together(self, what: str, step: Callable[[], T]) -> T:
+        """Take a step on every rank, and fail on all if it fails on one. Collective.
+
+        For what is made before the board is; it votes over the control plane.
+
+        Raises:
+            As ``tpspan.spans.votes.together``.
+        """
+        return together(what, self.rank, step, self._control.all_gather)
+
+    def _connect(self, token: bytes, directory: Path) -> None:
         deadline = time.monotonic() + self.timeout_s
-        with (
-            contextlib.ExitStack() as undo,
-            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-        ):
+        with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            listener.bind(str(directory / str(self.rank)))
-            listener.listen(self.world_size)
-            world.control.barrier()
-            for peer in range(self.rank):
-                self._peers[peer] = connect(directory / str(peer), self.rank, world.token, deadline)
-            expected = set(range(self.rank + 1, self.world_size))
-            while expected:
-                peer, connection = accept(listener, expected, world.token, deadline)
-                self._peers[peer] = connection
-                expected.remove(peer)
-            world.control.barrier()  # nobody removes the directory under another's feet
+            closing = contextlib.ExitStack()
+            undo.push(closing)
+
+            def listen() -> socket.socket:
+                with _system_errors("socket"):
+                    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    closing.enter_context(made)
+                    made.bind(str(directory / str(self.rank)))
+                    made.listen(self.world_size)
+                return made
+
+            def meet() -> None:
+                for peer in range(self.rank):
+                    self._peers[peer] = connect(directory / str(peer), self.rank, token, deadline)
+                expected = set(range(self.rank + 1, self.world_size))
+                while expected:
+                    peer, connection = accept(listener, expected, token, deadline)
+                    self._peers[peer] = connection
+                    expected.remove(peer)
+
+            listener = self.together("opening a socket", listen)
+            self.together("connecting to the other ranks", meet)
+            closing.close()
             undo.pop_all()
+
+    @contextlib.contextmanager
+    def _directory(self) -> Iterator[Path]:
+        """A directory that only this user can enter; rank 0 makes and removes it."""
+        with contextlib.ExitStack() as undo:
+
+            def make() -> str | None:
+                if self.rank:
+                    return None
+                parents = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
+                parent = next(
+                    (p for p in parents if p and len(p) < _MAX_PARENT and os.access(p, os.W_OK)),
+                    "/tmp",
+                )
+                with _system_errors("mkdtemp"):
+                    made = tempfile.mkdtemp(prefix="tpspan-", dir=parent)  # mode 0700
+                undo.callback(shutil.rmtree, made, ignore_errors=True)
+                return made
+
+            made = self.together("making a directory for sockets", make)
+            yield Path(self._control.broadcast(made))
 
     def all_gather(
         self,
@@ -192,8 +237,13 @@ class Exchange:
             elif len(fds) != len(sizes):
                 failures.append(_table_is_full(len(fds), len(sizes)))
             else:
-                for fd, nbytes in zip(fds, sizes, strict=True):
-                    yield Block.from_fd(driver, fd, nbytes)
+                for nbytes in sizes:
+                    fd = fds.pop(0)  # closed at once: half a batch less to hold
+                    try:
+                        block = Block.from_fd(driver, fd, nbytes)
+                    finally:
+                        os.close(fd)
+                    yield block
         except TpspanError as error:
             failures.append(error)
         finally:
@@ -229,7 +279,8 @@ def connect(path: Path, rank: int, token: bytes, deadline: float) -> socket.sock
         PeerError: it does not answer before ``deadline`` (``time.monotonic``), or is a stranger.
     """
     peer = int(path.name)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with _system_errors("socket"):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
         connection.connect(str(path))
@@ -264,7 +315,8 @@ def accept(
             if left_s <= 0:  # strangers that keep coming do not hold us for ever
                 raise TimeoutError
             listener.settimeout(left_s)
-            connection, _ = listener.accept()
+            with _system_errors("accept"):
+                connection, _ = listener.accept()
         except TimeoutError:
             what = "did not connect to share memory before the deadline"
             raise PeerError(expected, what) from None
@@ -300,21 +352,20 @@ def _table_is_full(num_arrived: int, num_sent: int) -> DriverError:
     return DriverError("recvmsg", errno.EMFILE, "EMFILE", arguments, advice)
 
 
+@contextlib.contextmanager
+def _system_errors(call: str) -> Iterator[None]:
+    """Raise what the system refuses as a ``DriverError`` with advice."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "UNKNOWN")
+        arguments = {"reason": error.strerror or str(error)}
+        advice = advise(call, name, arguments, PAGE_NBYTES)
+        raise DriverError(call, error.errno or 0, name, arguments, advice) from None
+
+
 def _exported(blocks: Sequence[Block]) -> Iterator[int]:
     for block in blocks:
         yield block.export()
-
-
-@contextlib.contextmanager
-def _directory(world: World) -> Iterator[Path]:
-    """A directory for the sockets that only this user can enter; rank 0 makes and removes it."""
-    made: str | None = None
-    if world.rank == 0:
-        parents = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
-        parent = next(p for p in parents if p and len(p) < _MAX_PATH - 30 and os.access(p, os.W_OK))
-        made = tempfile.mkdtemp(prefix="tpspan-", dir=parent)  # mode 0700
-    try:
-        yield Path(world.control.broadcast(made))
-    finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)

@@ -9,7 +9,7 @@ from tpspan.spans.exchange import Exchange
 
 
 class Pages:
-    """``world_size`` pages, the r-th of which is memory of rank r. Collective.
+    """``world_size`` pages, the r-th of which is memory of rank r. Collective; all ranks or none.
 
     Args:
         exchange: passes the pages among the ranks.
@@ -25,16 +25,29 @@ class Pages:
         self.page_nbytes = driver.page_nbytes
         sizes = [[self.page_nbytes]] * exchange.world_size
         with contextlib.ExitStack() as undo:
-            own = undo.enter_context(Block.create(driver, self.page_nbytes, on_host=on_host))
-            blocks = exchange.all_gather(driver, [own], sizes)
-            for rank, (block,) in enumerate(blocks):
-                if rank != exchange.rank:
-                    undo.callback(block.close)
-            reservation = Reservation(driver, exchange.world_size * self.page_nbytes)
-            undo.callback(reservation.close_all)
-            for rank, (block,) in enumerate(blocks):
-                reservation.map(rank * self.page_nbytes, block)
-            reservation.protect(Right.READ_WRITE)
+
+            def create() -> Block:
+                made = Block.create(driver, self.page_nbytes, on_host=on_host)
+                return undo.enter_context(made)
+
+            def pass_on() -> list[list[Block]]:
+                blocks = exchange.all_gather(driver, [own], sizes)
+                for rank, (block,) in enumerate(blocks):
+                    if rank != exchange.rank:
+                        undo.callback(block.close)
+                return blocks
+
+            def map_all() -> Reservation:
+                reservation = Reservation(driver, exchange.world_size * self.page_nbytes)
+                undo.callback(reservation.close_all)
+                for rank, (block,) in enumerate(blocks):
+                    reservation.map(rank * self.page_nbytes, block)
+                reservation.protect(Right.READ_WRITE)
+                return reservation
+
+            own = exchange.together("creating pages of counters", create)
+            blocks = exchange.together("exchanging pages of counters", pass_on)
+            reservation = exchange.together("mapping pages of counters", map_all)
             self._undo = undo.pop_all()
         self.base_address = reservation.address
 

@@ -100,7 +100,7 @@ class Table:
         return undo
 
     def restore(self, undo: Sequence[tuple[int, SpanBlock]]) -> None:
-        """Take a change back that failed on another rank; if that is refused, the table is broken."""
+        """Take a change back that failed elsewhere; if that is refused, the table is broken."""
         try:
             self.replace(undo)
         except TpspanError:

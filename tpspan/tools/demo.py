@@ -9,6 +9,7 @@ It starts its ranks itself, unless a launcher did: ``mpirun -n 4 tpspan demo`` w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -185,7 +186,8 @@ def _described_by_rank_0(world: tpspan.World, files: ModelFiles) -> Description:
         except ModelError as error:
             outcome = error
     else:
-        import_transformers()
+        with contextlib.suppress(ModelError):  # said by rank 0, or when the model is built
+            import_transformers()
     outcome = world.control.broadcast(outcome)
     if isinstance(outcome, ModelError):
         raise outcome

@@ -1,0 +1,87 @@
+"""A collective call that fails on one rank fails on all and leaves nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import Ranks
+
+# Which launcher started the ranks makes no difference to a driver call.
+ONE_LAUNCHER = pytest.mark.ranks(1, 2, 3, launchers=("mpirun",))
+
+
+@ONE_LAUNCHER
+@pytest.mark.parametrize("layout", ["blocked", "striped"])
+def test_allocate_with_every_driver_call_failing(ranks: Ranks, layout: str) -> None:
+    """Invariant 4: prepare, vote, commit; on a failure all is undone on all ranks."""
+    victim = ranks.size - 1
+    counts = ranks.run("bodies.failures:allocate", victim=victim, layout=layout)
+    assert counts[0] >= 4 + 2 * (ranks.size - 1), "create, reserve, map, protect; export, import"
+
+
+@ONE_LAUNCHER
+def test_first_use_with_every_driver_call_failing(ranks: Ranks) -> None:
+    """Invariant 4: nobody waits for the deadline, and the next call makes what is missing."""
+    assert ranks.run("bodies.failures:first_use", victim=ranks.size - 1)[0] >= 4
+
+
+@ONE_LAUNCHER
+def test_new_block_with_every_driver_call_failing(ranks: Ranks) -> None:
+    """Invariant 4, at the rank that brings the block and at one that imports it."""
+    assert ranks.run("bodies.failures:new_block", victim=ranks.size - 1)[0] >= 1
+    if ranks.size > 1:
+        assert ranks.run("bodies.failures:new_block", victim=0)[0] == 1
+
+
+@ONE_LAUNCHER
+@pytest.mark.parametrize("view", [False, True], ids=["gathered", "gathered and local"])
+@pytest.mark.parametrize("operation", ["remap", "swap", "remap_many"])
+def test_remaps_with_every_driver_call_failing(ranks: Ranks, operation: str, view: bool) -> None:
+    """Invariant 4: the old mapping and its data stay."""
+    num_failed = ranks.run(
+        "bodies.failures:remap", victim=ranks.size - 1, operation=operation, view=view
+    )[0]
+    assert num_failed >= 3, "unmap, map and protect"
+
+
+@ONE_LAUNCHER
+@pytest.mark.parametrize("view", [False, True], ids=["gathered", "gathered and local"])
+def test_a_mapping_is_lost_when_even_the_undo_fails(ranks: Ranks, view: bool) -> None:
+    """Never silent, never half: that rank says so from then on, and the others name it."""
+    ranks.run("bodies.failures:lost_mapping", victim=0, view=view)
+
+
+@ONE_LAUNCHER
+def test_close_with_every_driver_call_failing(ranks: Ranks) -> None:
+    """Invariants 4 and 6: all are told, and a block that is still mapped somewhere is not reused."""
+    assert ranks.run("bodies.failures:close", victim=ranks.size - 1)[0] >= 3
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_that_ask_for_different_things(ranks: Ranks) -> None:
+    """Invariant 3: all ranks raise, all see what each asked for, nothing was done."""
+    ranks.run("bodies.failures:mismatch")
+
+
+@pytest.mark.ranks(1, 2, 4, launchers=("mpirun",), backends=("host",))
+def test_out_of_memory_on_one_rank(ranks: Ranks) -> None:
+    """Invariant 4."""
+    ranks.run("bodies.failures:out_of_memory", victim=ranks.size - 1)
+
+
+@pytest.mark.ranks(2, 3, launchers=("mpirun",))
+def test_a_full_table_of_descriptors_on_one_rank(ranks: Ranks) -> None:
+    """Wherever the last descriptor goes: own blocks, exports, a message, imports."""
+    own, total = 70, 70 * ranks.size
+    said = set()
+    for room in (0, 5, own + 2, own + 30, own + 64 + 10, own + 64 + 40, total + 64 - 8):
+        values = ranks.run(
+            "bodies.failures:full_table", victim=ranks.size - 1, num_blocks=own, room=room
+        )
+        said.add(values[-1])
+    if ranks.backend == "host":
+        assert {"memfd_create", "recvmsg"} <= said, said
+        assert said & {"dup"}
+    assert ranks.run(
+        "bodies.failures:full_table", victim=ranks.size - 1, num_blocks=own, room=total + 64 + 8
+    ) == [""] * ranks.size

@@ -1,0 +1,236 @@
+"""torch.distributed's collective functions, over spans where the ranks can map each other's memory.
+
+Names, signatures, semantics and errors are torch's. ``group`` may also be a ``World`` of tpspan;
+None is the default world, or else torch's default group. What spans do not serve goes to torch's
+own function, and ``stats()`` counts it.
+
+A call without ``async_op`` returns when its outputs are complete: on the host when the call
+returns, on CUDA in the order of the current stream.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+from torch.distributed import ReduceOp
+from torch.distributed import distributed_c10d as c10d
+
+from tpspan.distributed import calls, counts
+from tpspan.distributed.groups import Group, group_rank, resolve
+from tpspan.errors import LaunchError
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Gather tensors of one size into one, concatenated or stacked along dim 0. Collective.
+
+    If the output is a view of a span and the input is this rank's part of that view, nothing is
+    copied: the call is a barrier.
+
+    Returns:
+        A work if ``async_op``, else None.
+
+    Raises:
+        ValueError: the output has not the size of all inputs.
+        TypeError: the dtypes differ.
+        CollectiveMismatch: the ranks asked for different things; nothing was done.
+        PeerError: ranks did not come before the deadline, or ended.
+    """
+    c10d._check_single_tensor(input_tensor, "input_tensor")
+    c10d._check_single_tensor(output_tensor, "output_tensor")
+    found = resolve(group)
+    if found is None:
+        return _not_in_group("all_gather_into_tensor")
+    work = calls.all_gather_single(found, output_tensor, input_tensor, async_op)
+    if work is NotImplemented:
+        return _delegate("all_gather_into_tensor", found)(
+            output_tensor, input_tensor, async_op=async_op
+        )
+    return work
+
+
+all_gather_single = all_gather_into_tensor
+
+
+def all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Gather tensors, of any sizes, into a list of tensors of those sizes. Collective.
+
+    Returns and raises as ``all_gather_into_tensor``.
+    """
+    c10d._check_tensor_list(tensor_list, "tensor_list")
+    c10d._check_single_tensor(tensor, "tensor")
+    c10d._ensure_all_tensors_same_dtype(tensor_list, tensor)
+    found = resolve(group)
+    if found is None:
+        return _not_in_group("all_gather")
+    work = calls.all_gather(found, tensor_list, tensor, async_op)
+    if work is NotImplemented:
+        return _delegate("all_gather", found)(tensor_list, tensor, async_op=async_op)
+    return work
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """Gather objects that pickle into a list. Collective."""
+    found = resolve(group)
+    if found is None:
+        return _not_in_group("all_gather_object")
+    gathered = calls.all_gather_object(found, obj)
+    if gathered is NotImplemented:
+        _delegate("all_gather_object", found)(object_list, obj)
+        return None
+    for rank, value in enumerate(gathered):
+        object_list[rank] = value
+    return None
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce the ranks' inputs; give each rank its part of the result. Collective.
+
+    Sums of bf16, fp16 and fp8 are accumulated in fp32 and rounded once.
+
+    Returns and raises as ``all_gather_into_tensor``.
+    """
+    c10d._check_single_tensor(output, "output")
+    c10d._check_single_tensor(input, "input")
+    found = resolve(group)
+    if found is None:
+        return _not_in_group("reduce_scatter_tensor")
+    work = calls.reduce_scatter_single(found, output, input, op, async_op)
+    if work is NotImplemented:
+        return _delegate("reduce_scatter_tensor", found)(output, input, op, async_op=async_op)
+    return work
+
+
+reduce_scatter_single = reduce_scatter_tensor
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce a list of inputs, of any sizes, the r-th of which is for rank r. Collective.
+
+    Returns and raises as ``reduce_scatter_tensor``.
+    """
+    c10d._check_single_tensor(output, "output")
+    c10d._check_tensor_list(input_list, "input_list")
+    c10d._ensure_all_tensors_same_dtype(output, input_list)
+    found = resolve(group)
+    if found is None:
+        return _not_in_group("reduce_scatter")
+    work = calls.reduce_scatter(found, output, input_list, op, async_op)
+    if work is NotImplemented:
+        return _delegate("reduce_scatter", found)(output, input_list, op, async_op=async_op)
+    return work
+
+
+def all_reduce(
+    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """Reduce in place; every rank gets the same bits. Collective.
+
+    Sums of bf16, fp16 and fp8 are accumulated in fp32 and rounded once.
+
+    Returns and raises as ``all_gather_into_tensor``.
+    """
+    c10d._check_single_tensor(tensor, "tensor")
+    found = resolve(group)
+    if found is None:
+        return _not_in_group("all_reduce")
+    work = calls.all_reduce(found, tensor, op, async_op)
+    if work is NotImplemented:
+        return _delegate("all_reduce", found)(tensor, op, async_op=async_op)
+    return work
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Any:
+    """Give one rank's tensor to all. Collective.
+
+    Args:
+        src: the rank in torch's default group, as torch has it; in a ``World`` its rank there.
+        group_src: the rank in the group, instead of ``src``.
+
+    Returns and raises as ``all_gather_into_tensor``.
+    """
+    c10d._check_single_tensor(tensor, "tensor")
+    found = resolve(group)
+    if found is None:
+        return _not_in_group("broadcast")
+    root = group_rank(group, src, group_src)
+    work = calls.broadcast(found, tensor, root, async_op)
+    if work is NotImplemented:
+        return _delegate("broadcast", found)(tensor, async_op=async_op, group_src=root)
+    return work
+
+
+def barrier(
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    timeout: timedelta | None = None,
+) -> Any:
+    """Wait until every rank of the group has come. Collective.
+
+    Args:
+        device_ids, timeout: accepted as torch does; the group's own device and deadline count.
+    """
+    found = resolve(group)
+    if found is None:
+        return _not_in_group("barrier")
+    work = calls.barrier(found, async_op)
+    if work is NotImplemented:
+        return _delegate("barrier", found)(async_op=async_op, device_ids=device_ids)
+    return work
+
+
+def _not_in_group(operation: str) -> None:
+    warnings.warn(
+        f"Running {operation} on a rank which does not belong to the given group.", stacklevel=3
+    )
+
+
+def _delegate(operation: str, group: Group) -> Callable[..., Any]:
+    """torch's own function over torch's own group; counted."""
+    target = group.delegate
+    if target is None:
+        raise LaunchError(
+            f"{operation}: spans do not serve these tensors or ranks, and there is no process "
+            "group of torch that could: call torch.distributed.init_process_group, or "
+            "tpspan.init(torch_distributed=True), and give its group"
+        )
+    counts.count_delegated(operation)
+    function = getattr(torch_distributed, operation)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, group=target, **options)
+
+    return call

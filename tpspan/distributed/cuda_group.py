@@ -1,0 +1,5 @@
+"""Placeholder."""
+from __future__ import annotations
+from tpspan.distributed.host_group import HostGroup
+class CudaGroup(HostGroup):
+    pass

@@ -1,0 +1,211 @@
+"""From a group argument to the ranks it means, and to what carries their calls out.
+
+A group may be None (the default world of tpspan, or else torch's default group), a World of
+tpspan, or a process group of torch. For one of torch's groups a world of its ranks is made at the
+first call, over the group's own store: that call is collective, so all its ranks come.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+
+from tpspan.distributed.cuda_group import CudaGroup
+from tpspan.distributed.host_group import HostGroup
+from tpspan.distributed.store_world import world_over
+from tpspan.errors import LaunchError
+from tpspan.launch import start
+from tpspan.launch.world import World
+
+Engine = HostGroup | CudaGroup
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class Group:
+    """The ranks of a group, and an engine for each kind of device on which they have called.
+
+    Attributes:
+        rank, size: in the group.
+        delegate: torch's group, which carries out what spans cannot; None if there is none.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        world: World | None = None,
+        store: Store | None = None,
+        name: str = "",
+        delegate: ProcessGroup | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._delegate = None if delegate is None else weakref.ref(delegate)
+        self._world, self._store, self._name = world, store, name
+        self._timeout_s = timeout_s
+        self._engines: dict[str, Engine | None] = {}
+        self._own_worlds: list[World] = []
+        self._lock = threading.RLock()
+
+    @property
+    def delegate(self) -> ProcessGroup | None:
+        """torch's group, which carries out what spans cannot; None if there is none."""
+        return None if self._delegate is None else self._delegate()
+
+    def engine(self, device: torch.device) -> Engine | None:
+        """What carries out calls on a device; None if spans cannot. Collective the first time."""
+        try:
+            return self._engines[device.type]
+        except KeyError:
+            with self._lock:
+                if device.type not in self._engines:
+                    self._engines[device.type] = self._make(device)
+                return self._engines[device.type]
+
+    def default_device(self) -> torch.device:
+        """Where calls without a tensor happen."""
+        if self._world is not None:
+            return self._world.device
+        if "cuda" in self._engines or (
+            "cpu" not in self._engines and torch.cuda.is_available() and self._serves_cuda()
+        ):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def close(self) -> None:
+        """Close the worlds that were made for this group; waits for no other rank."""
+        with self._lock:
+            self._engines.clear()
+            for world in self._own_worlds:
+                world.close()
+            self._own_worlds.clear()
+
+    def _serves_cuda(self) -> bool:
+        delegate = self.delegate
+        if delegate is None:
+            return True
+        return any(device.type == "cuda" for device in delegate._device_types)
+
+    def _default_world(self) -> World | None:
+        """The default world, if it is these ranks in this order: then its spans are known here."""
+        if self._store is None:
+            return None
+        try:
+            world = start.world()
+        except LaunchError:
+            token = b""
+        else:
+            token = b"%d %d " % (world.rank == self.rank, world.world_size == self.size)
+            token += world.token.hex().encode()
+        self._store.set(f"{self._name}/world/{self.rank}", token)
+        told = {self._store.get(f"{self._name}/world/{peer}") for peer in range(self.size)}
+        return world if told == {token} and token.startswith(b"1 1 ") else None
+
+    def _make(self, device: torch.device) -> Engine | None:
+        kind = {"cpu": "host", "cuda": "cuda"}.get(device.type)
+        if kind is None:
+            return None
+        world = self._world or self._default_world()
+        if world is None or world.backend != kind:
+            if self._store is None:
+                return None
+            world = world_over(
+                self._store,
+                f"{self._name}/{kind}",
+                self.rank,
+                self.size,
+                device,
+                self._timeout_s,
+            )
+            self._own_worlds.append(world)
+            _with_worlds.add(self)
+        if len(world.domain) != world.world_size:
+            return None
+        make = HostGroup if kind == "host" else CudaGroup
+        return world.resource("distributed", make)
+
+
+_with_worlds: weakref.WeakSet[Group] = weakref.WeakSet()
+_of_process_group: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
+_of_world: weakref.WeakKeyDictionary[World, Group] = weakref.WeakKeyDictionary()
+
+
+def resolve(group: Any) -> Group | None:
+    """The ranks that a group argument means; None if this rank is not among them.
+
+    Raises:
+        LaunchError: no group was given and there is none by default.
+        TypeError: it is not a group.
+    """
+    if group is None:
+        group = _default()
+    if isinstance(group, World):
+        found = _of_world.get(group)
+        if found is None:
+            found = _of_world[group] = Group(group.rank, group.world_size, world=group)
+        return found
+    if group == torch_distributed.GroupMember.NON_GROUP_MEMBER:
+        return None
+    found = getattr(group, "span_group", None)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    found = _of_process_group.get(group)
+    if found is None:
+        found = _of_process_group[group] = _over_process_group(group)
+    return found
+
+
+def group_rank(group: Any, root: int | None, group_root: int | None) -> int:
+    """The root's rank in the group: of a World its rank there, of torch's groups as torch says.
+
+    Raises:
+        ValueError: none or both were given, or it is not in the group.
+    """
+    if group is None:
+        group = _default()
+    if isinstance(group, World):
+        if (root is None) == (group_root is None):
+            raise ValueError("exactly one of src and group_src must be given")
+        found = root if group_root is None else group_root
+        assert found is not None
+        if not 0 <= found < group.world_size:
+            raise ValueError(f"there is no rank {found} in a world of {group.world_size}")
+        return found
+    return c10d._canonicalize_group_rank(group, root, group_root)
+
+
+def _default() -> Any:
+    try:
+        return start.world()
+    except LaunchError:
+        if torch_distributed.is_initialized():
+            return torch_distributed.GroupMember.WORLD
+        raise LaunchError(
+            "there is no group: call tpspan.init() or torch.distributed.init_process_group() first"
+        ) from None
+
+
+def _over_process_group(group: Any) -> Group:
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"group must be a World or a process group, not {type(group)}")
+    store = c10d._world.pg_map[group][1]
+    name = c10d._world.pg_names[group]
+    return Group(group.rank(), group.size(), store=store, name=name, delegate=group)
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Close the worlds of groups that nobody destroyed; the interpreter is ending."""
+    for group in tuple(_with_worlds):
+        with contextlib.suppress(Exception):
+            group.close()
