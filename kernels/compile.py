@@ -22,6 +22,10 @@ _BODIES: dict[str, tuple[str, int]] = {
     "barrier": ("tpspan.kernels.device_signals", 8),
     "gather_copy": ("tpspan.kernels.device_copy", 6),
     "rotated_copy": ("tpspan.kernels.device_copy", 6),
+    "pull": ("tpspan.kernels.device_reduce", 10),
+    "sum_f32": ("tpspan.kernels.device_reduce", 9),
+    "sum_bf16": ("tpspan.kernels.device_reduce", 9),
+    "sum_f16": ("tpspan.kernels.device_reduce", 9),
 }
 _COMPILE_ADVICE = (
     "numba compiles with libnvvm and libnvrtc of a CUDA toolkit: install one, or the package's "

@@ -87,6 +87,10 @@ class FaultyDriver:
         """Fail the nth call from now on (1 is the next), and all in all ``count`` in a row."""
         self._fail_from, self._fail_count = nth, count
 
+    def heal(self) -> None:
+        """Fail nothing any more."""
+        self._fail_from = None
+
     def delay(self, name: str, delay_s: float) -> None:
         """Make every call of this name begin later."""
         self._delays[name] = delay_s

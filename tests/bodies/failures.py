@@ -99,13 +99,18 @@ def first_use(world: World, victim: int) -> int:
         with FaultyDriver(world.driver) as watch:
             if world.rank == victim:
                 watch.fail(nth)
-            error = failure(lambda inner=inner: Span.allocate(inner, (1,), torch.uint8).close())
+            made: list[Span] = []
+            error = failure(
+                lambda inner=inner, made=made: made.append(Span.allocate(inner, (1,), torch.uint8))
+            )
             fired = any(gather(world, watch.num_failed))
             if fired:
                 check_all_raised(world, victim, error)
             else:
                 assert error is None, error
-            Span.allocate(inner, (1,), torch.uint8).close()
+            watch.heal()
+            for span in (*made, Span.allocate(inner, (1,), torch.uint8)):
+                span.close()
             world.control.barrier()
             gc.collect()
             inner.close()
@@ -324,10 +329,12 @@ def out_of_memory(world: World, victim: int) -> None:
     trim(world)
 
 
-def full_table(world: World, victim: int, num_blocks: int, room: int) -> str:
+def full_table(world: World, victim: int, num_blocks: int, num_others: int, room: int) -> str:
     """One rank has few descriptors left. Return what it said, or nothing if it was enough."""
     trim(world)
-    shape = (num_blocks * world.world_size, PAGE)
+    sizes = [num_others * PAGE] * world.world_size
+    sizes[victim] = num_blocks * PAGE
+    layout = Layout.blocked(sizes, page_nbytes=PAGE, max_run_nbytes=PAGE)
     before = set(open_descriptors())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fillers = []
@@ -340,7 +347,7 @@ def full_table(world: World, victim: int, num_blocks: int, room: int) -> str:
     try:
         with FaultyDriver(world.driver) as watch:
             try:
-                span = Span.allocate(world, shape, torch.uint8, layout="striped", timeout_s=20)
+                span = Span.allocate_bytes(world, layout, timeout_s=20)
                 error: BaseException | None = None
             except Exception as caught:
                 error = caught.with_traceback(None)

@@ -57,7 +57,7 @@ def all_gather_single(
         if target is not output:
             output.copy_(target.view_as(output))
 
-    return engine.run(call, [output], async_op)
+    return engine.run(call, [output], async_op, source, target)
 
 
 def all_gather(
@@ -93,7 +93,7 @@ def all_gather(
             if target is not output:
                 output.copy_(target.view_as(output))
 
-    return engine.run(call, list(outputs), async_op)
+    return engine.run(call, list(outputs), async_op, source, *targets)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int, async_op: bool) -> Any:
@@ -110,7 +110,7 @@ def broadcast(group: Group, tensor: torch.Tensor, root: int, async_op: bool) -> 
         if target is not tensor:
             tensor.detach().copy_(target)
 
-    return engine.run(call, [tensor], async_op)
+    return engine.run(call, [tensor], async_op, target)
 
 
 def all_reduce(group: Group, tensor: torch.Tensor, op: object, async_op: bool) -> Any:
@@ -134,7 +134,7 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: object, async_op: bool) -
         if target is not tensor:
             tensor.detach().copy_(target)
 
-    return engine.run(call, [tensor], async_op)
+    return engine.run(call, [tensor], async_op, target)
 
 
 def reduce_scatter_single(
@@ -171,7 +171,7 @@ def reduce_scatter_single(
         if target is not output:
             output.copy_(target.view_as(output))
 
-    return engine.run(call, [output], async_op)
+    return engine.run(call, [output], async_op, source, target)
 
 
 def reduce_scatter(
@@ -213,7 +213,7 @@ def reduce_scatter(
         check_reduction("reduce_scatter", reduction, output.dtype)
     except (ValueError, TypeError) as error:
         raise _refused(engine, error) from None
-    return engine.run(call, [output], async_op)
+    return engine.run(call, [output], async_op, whole, padded)
 
 
 def barrier(group: Group, async_op: bool) -> Any:

@@ -107,7 +107,7 @@ class Group:
         else:
             token = b"%d %d " % (world.rank == self.rank, world.world_size == self.size)
             token += world.token.hex().encode()
-        self._store.set(f"{self._name}/world/{self.rank}", token)
+        self._store.set(f"{self._name}/world/{self.rank}", token)  # type: ignore[arg-type]
         told = {self._store.get(f"{self._name}/world/{peer}") for peer in range(self.size)}
         return world if told == {token} and token.startswith(b"1 1 ") else None
 
@@ -131,8 +131,9 @@ class Group:
             _with_worlds.add(self)
         if len(world.domain) != world.world_size:
             return None
-        make = HostGroup if kind == "host" else CudaGroup
-        return world.resource("distributed", make)
+        if kind == "host":
+            return world.resource("distributed", HostGroup)
+        return world.resource("distributed", CudaGroup)
 
 
 _with_worlds: weakref.WeakSet[Group] = weakref.WeakSet()

@@ -2,8 +2,9 @@
 
 Staging. Each rank brings one region of a span, cut into two halves. A call is a row of steps; in
 step k a rank writes into half k % 2 of its own region, meets all others (``Steps.step``), and then
-reads theirs; two-shot reductions meet a second time within a step. A large call is many steps over pieces that stay in the cache: a piece is read by the
-peers while it is still warm, and the memory does not grow with the call.
+reads theirs; a two-shot reduction meets a second time within a step. A large call is many steps
+over pieces that stay in the cache: a piece is read by the peers while it is still warm, and the
+memory does not grow with the call.
 
 Why no byte is overwritten while it is read (invariant 6): a rank writes half k % 2 again in step
 k + 2. Before that it has passed the meeting of step k + 1. Every peer entered that meeting only
@@ -52,7 +53,7 @@ HALF_NBYTES = REGION_NBYTES // 2
 ONE_SHOT_NBYTES = 32 << 10
 _LINE = 64
 
-Reducer = Callable[[int, Sequence[int], int], None]
+Reducer = Callable[[int, list[int], int], None]
 _FAST = {getattr(torch, name): name for name in HOST_SUM_DTYPES}
 _NO_WORDS = words(Operation.REFUSED)
 
@@ -80,12 +81,16 @@ class HostGroup:
         self._slices = HALF_NBYTES // world.world_size // _LINE * _LINE
 
     def run(
-        self, call: Callable[[], object], tensors: list[torch.Tensor], async_op: bool
+        self,
+        call: Callable[[], object],
+        outputs: list[torch.Tensor],
+        async_op: bool,
+        *used: torch.Tensor,
     ) -> HostWork | None:
         """Carry a call out after all those before it: here and now, or in the group's thread."""
         with self._lock:
             if async_op:
-                return self._worker.submit(tensors, call)
+                return self._worker.submit(outputs, call)
             self._worker.drain()
             call()
         return None
@@ -181,9 +186,7 @@ class HostGroup:
         """Reduce the ranks' inputs and give each rank its part of the result."""
         itemsize = output.element_size()
         nbytes = output.numel() * itemsize
-        request = words(
-            Operation.REDUCE_SCATTER, output.dtype, nbytes, reduction=int(reduction)
-        )
+        request = words(Operation.REDUCE_SCATTER, output.dtype, nbytes, reduction=int(reduction))
         self._steps.ask(request)
         reducer = self._reducer(output.dtype, reduction)
         rank, size, slot = self.rank, self.world_size, self._slices
@@ -208,9 +211,7 @@ class HostGroup:
         """Reduce the ranks' tensors, in place and on every rank."""
         itemsize = tensor.element_size()
         nbytes = tensor.numel() * itemsize
-        self._steps.ask(
-            words(Operation.ALL_REDUCE, tensor.dtype, nbytes, reduction=int(reduction))
-        )
+        self._steps.ask(words(Operation.ALL_REDUCE, tensor.dtype, nbytes, reduction=int(reduction)))
         reducer = self._reducer(tensor.dtype, reduction)
         if nbytes <= ONE_SHOT_NBYTES:
             self._one_shot(tensor.data_ptr(), nbytes, itemsize, reducer)
@@ -269,15 +270,15 @@ class HostGroup:
         divisor = float(self.world_size) if reduction is Reduction.AVG else 1.0
         table, address, size = self._sources, self._sources_address, self.world_size
 
-        def reduce(target: int, sources: Sequence[int], numel: int) -> None:
-            table[:] = sources
+        def reduce(target: int, sources: list[int], numel: int) -> None:
+            table[:] = sources  # type: ignore[assignment]
             host_sum(name, target, address, size, numel, divisor)
 
         return reduce
 
 
 def _combining(dtype: torch.dtype, reduction: Reduction) -> Reducer:
-    def reduce(target: int, sources: Sequence[int], numel: int) -> None:
+    def reduce(target: int, sources: list[int], numel: int) -> None:
         tensors = [_over(address, numel, dtype) for address in (target, *sources)]
         combine(tensors[0], tensors[1:], reduction)
 

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed import Backend, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import Backend, PrefixStore, ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from tpspan.distributed import calls, counts
 from tpspan.distributed.groups import Group
@@ -24,8 +23,12 @@ from tpspan.distributed.work import HostWork
 
 NAME = "tpspan"
 
+# torch's annotations know neither all names of all releases nor Python's own process groups.
+c10d: Any = distributed_c10d
+_Base: Any = ProcessGroup
 
-class SpanProcessGroup(ProcessGroup):  # type: ignore[misc]
+
+class SpanProcessGroup(_Base):  # type: ignore[misc]
     """A process group whose collectives run over spans. Collective to make.
 
     Args:
@@ -216,9 +219,7 @@ class SpanProcessGroup(ProcessGroup):  # type: ignore[misc]
         for backend in self._inner.values():
             backend.abort()
 
-    def _each(
-        self, operation: str, items: Sequence[Any], call: Any, opts: Any, inner: Any
-    ) -> Any:
+    def _each(self, operation: str, items: Sequence[Any], call: Any, opts: Any, inner: Any) -> Any:
         """Make the calls one after another; the last one's work stands for all of them."""
         is_async = getattr(opts, "asyncOp", True)
         work: Any = None
@@ -273,16 +274,14 @@ def _create(options: Any, backend_options: Any) -> SpanProcessGroup:
 
 def _inner_backends(store: Store, rank: int, size: int, timeout: Any) -> dict[str, Any]:
     gloo = c10d.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
-    inner = {"cpu": gloo}
+    inner: dict[str, Any] = {"cpu": gloo}
     if not torch.cuda.is_available():
         return inner
     inner["cuda"] = gloo
     if _have_own_gpus(PrefixStore("gpus/", store), rank, size) and c10d.is_nccl_available():
         nccl_options = c10d.ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
-        inner["cuda"] = c10d.ProcessGroupNCCL(
-            PrefixStore("nccl/", store), rank, size, nccl_options
-        )
+        inner["cuda"] = c10d.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, nccl_options)
     return inner
 
 

@@ -44,9 +44,7 @@ _BY_OP = {
 }
 _BITWISE = (Reduction.BAND, Reduction.BOR, Reduction.BXOR)
 # The same on every rank, since all run the same release of torch.
-DTYPES = tuple(
-    sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-)
+DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 

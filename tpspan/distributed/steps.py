@@ -10,8 +10,8 @@ import ctypes
 import struct
 import time
 
-from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
 from tpspan.distributed.requests import NUM_WORDS, describe
+from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
 from tpspan.kernels import host_exchange
 from tpspan.kernels.host_exchange import DIFFERENT, LATE, PLACE_WORDS
 from tpspan.launch.world import World
@@ -43,7 +43,7 @@ class Steps:
         self._epoch = ctypes.c_uint32()
         self._place = (ctypes.c_int64 * PLACE_WORDS)()
         num_cores = board.num_cores
-        self._place[0:9] = (
+        self._place[0:9] = [
             self._pages.base_address,
             self._pages.page_nbytes,
             _SLOT,
@@ -53,7 +53,7 @@ class Steps:
             0,
             _SPINS_WITH_CORES if world.world_size <= num_cores else _SPINS_WITHOUT,
             _REQUESTS_OFFSET,
-        )
+        ]
         self._place_address = ctypes.addressof(self._place)
         self._request = struct.Struct(f"={NUM_WORDS}q")
         self._broken: PeerError | None = None
@@ -155,5 +155,3 @@ class Steps:
         }
         expected = self._epoch.value
         return [peer for peer, count in counts.items() if (count - expected) & 0x8000_0000]
-
-

@@ -56,9 +56,7 @@ def world_over(
         mates = on_host_of(members, rank)
         token = hashlib.sha256(greetings[0][1] + name.encode()).digest()[:16]
         source = f"the ranks of the process group {name!r}"
-        facts = Facts(
-            "process group", source, mates.index(rank), len(mates), timeout_s, token
-        )
+        facts = Facts("process group", source, mates.index(rank), len(mates), timeout_s, token)
         world = World(
             channel,
             control,

@@ -35,6 +35,9 @@ _BY_CALL = {
     ("cuMemImportFromShareableHandle", "CUDA_ERROR_INVALID_VALUE"): (
         "The descriptor is not one of GPU memory, or its creator used another kind of handle"
     ),
+    ("cuMemImportFromShareableHandle", "CUDA_ERROR_UNKNOWN"): (
+        "The descriptor is not one of GPU memory"
+    ),
     ("cuMemImportFromShareableHandle", "CUDA_ERROR_INVALID_DEVICE"): (
         "The memory lies on a GPU that this driver cannot see; all ranks of a domain must run on "
         "one host and in containers that share its GPUs"

@@ -5,6 +5,7 @@ Source of the rules: CUDA driver API reference, "Virtual Memory Management" and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,6 +94,12 @@ def device_uuid(index: int) -> str:
     return bytes(check("cuDeviceGetUuid", cu.cuDeviceGetUuid(device)).bytes).hex()
 
 
+@dataclass(frozen=True)
+class _Memory:
+    nbytes: int
+    on_host: bool
+
+
 class _Current:
     """Pushes a context unless it is the current one already, which costs a tenth."""
 
@@ -136,8 +143,8 @@ class CudaDriver:
         )
         numa = self._attribute(cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID)
         self._numa_node = max(numa, 0)  # -1 on machines that do not say: their only node is 0
-        self._on_host: dict[int, bool] = {}  # live handles, and where their memory lies
-        self._host_addresses: set[int] = set()
+        self._blocks: dict[int, _Memory] = {}
+        self._mapped: dict[int, _Memory] = {}
         granularity = check(
             "cuMemGetAllocationGranularity",
             cu.cuMemGetAllocationGranularity(
@@ -177,32 +184,37 @@ class CudaDriver:
         with self.current():
             result = cu.cuMemCreate(nbytes, self._properties(on_host), 0)
             handle = int(check("cuMemCreate", result, nbytes=nbytes, on_host=on_host))
-        self._on_host[handle] = on_host
+        self._blocks[handle] = _Memory(nbytes, on_host)
         return handle
 
     def release(self, handle: int) -> None:
         self._live("cuMemRelease", handle)
         check("cuMemRelease", cu.cuMemRelease(handle), handle=handle)
-        del self._on_host[handle]
+        del self._blocks[handle]
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        on_host = self._live("cuMemMap", handle)
+        block = self._live("cuMemMap", handle)
+        if block.nbytes != nbytes:  # the driver would call a part of a block "not supported"
+            self._refuse("cuMemMap", address=address, nbytes=nbytes, block_nbytes=block.nbytes)
         check(
             "cuMemMap",
             cu.cuMemMap(address, nbytes, 0, handle, 0),
             address=address,
             nbytes=nbytes,
         )
-        if on_host:
-            self._host_addresses.add(address)
+        self._mapped[address] = block
 
     def unmap(self, address: int, nbytes: int) -> None:
+        block = self._mapped.get(address)
+        if block is None or block.nbytes != nbytes:  # the driver would take several at once
+            self._refuse("cuMemUnmap", address=address, nbytes=nbytes)
         check("cuMemUnmap", cu.cuMemUnmap(address, nbytes), address=address, nbytes=nbytes)
-        self._host_addresses.discard(address)
+        del self._mapped[address]
 
     def protect(self, address: int, nbytes: int, right: Right) -> None:
         locations = [(_ON_DEVICE, int(self._device))]
-        if address in self._host_addresses:  # the CPU may then use the mapping too
+        block = self._mapped.get(address)
+        if block is not None and block.on_host:  # the CPU may then use the mapping too
             locations.append((_ON_HOST, self._numa_node))
         access = [self._access(kind, index, right) for kind, index in locations]
         check(
@@ -227,7 +239,7 @@ class CudaDriver:
                 "cuMemGetAllocationPropertiesFromHandle",
                 cu.cuMemGetAllocationPropertiesFromHandle(handle),
             )
-        self._on_host[handle] = properties.location.type != _ON_DEVICE
+        self._blocks[handle] = _Memory(nbytes, properties.location.type != _ON_DEVICE)
         return handle
 
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
@@ -279,11 +291,14 @@ class CudaDriver:
         if nbytes <= 0 or nbytes % PAGE_NBYTES:
             check(call, (cu.CUresult.CUDA_ERROR_INVALID_VALUE,), nbytes=nbytes)
 
-    def _live(self, call: str, handle: int) -> bool:
-        if handle not in self._on_host:
+    def _live(self, call: str, handle: int) -> _Memory:
+        if handle not in self._blocks:
             invalid = cu.CUresult.CUDA_ERROR_INVALID_HANDLE
             check(call, (invalid,), handle=handle)
-        return self._on_host[handle]
+        return self._blocks[handle]
+
+    def _refuse(self, call: str, **arguments: int) -> None:
+        check(call, (cu.CUresult.CUDA_ERROR_INVALID_VALUE,), **arguments)
 
     def _attribute(self, attribute: Any) -> int:
         return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(attribute, self._device)))

@@ -182,6 +182,8 @@ def allocate_parts(
         by_rank = _exchange(board, world.driver, own, sizes, undo, timeout_s)
         clock.append(time.perf_counter())
 
+        undo.callback(table.close)  # again: before the blocks that it will map by then
+
         def map_all() -> list[SpanBlock]:
             following = [iter(blocks) for blocks in by_rank]
             placed = []

@@ -283,7 +283,7 @@ def connect(path: Path, rank: int, token: bytes, deadline: float) -> socket.sock
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        connection.connect(str(path))
+        _enter_queue(connection, path, deadline)
         if _uid(connection) != os.getuid():
             raise PeerError([peer], "another user listens on its socket")
         connection.send(_HELLO.pack(token, rank))
@@ -296,6 +296,16 @@ def connect(path: Path, rank: int, token: bytes, deadline: float) -> socket.sock
         connection.close()
         raise
     return connection
+
+
+def _enter_queue(connection: socket.socket, path: Path, deadline: float) -> None:
+    while True:
+        try:
+            return connection.connect(str(path))
+        except BlockingIOError:  # the queue is full, of strangers perhaps: it does not wait here
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(1e-3)
 
 
 def accept(
@@ -331,7 +341,7 @@ def _greet(connection: socket.socket, expected: set[int], token: bytes) -> int |
         return None
     connection.settimeout(1.0)
     try:
-        claimed, rank = _HELLO.unpack(connection.recv(_HELLO.size))
+        claimed, rank = _HELLO.unpack(connection.recv(_HELLO.size + 1))  # and nothing after it
         if not hmac.compare_digest(claimed, token) or rank not in expected:
             return None
         connection.send(_ACK)

@@ -25,6 +25,11 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command(
+        "demo",
+        "tpspan.tools.demo",
+        "Let a language model answer on every rank from one shared copy of its weights.",
+    ),
+    Command(
         "bench",
         "tpspan.tools.bench.command",
         "Measure what spans cost and give on this machine: tpspan bench span --ranks 4.",

@@ -113,7 +113,7 @@ def short(number: float) -> str:
     """Three digits that matter."""
     if abs(number) >= 100:
         return f"{number:,.0f}"
-    return f"{number:#.3g}"
+    return f"{number:#.3g}".rstrip(".")
 
 
 def _scaling_table(scaling: Scaling) -> rich.table.Table:

@@ -1,0 +1,118 @@
+"""Fences wait on the host for every stream, and nothing changes during a capture."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from harness import Ranks
+from tpspan.errors import PeerError
+from tpspan.spans import Fence
+
+CUDA = pytest.mark.ranks(1, 2, 4, backends=("cuda",))
+
+
+class FakeStream:
+    """A stream whose work is finished when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_done = threading.Event()
+
+    def record_event(self) -> Any:
+        return self
+
+    def query(self) -> bool:
+        return self.is_done.is_set()
+
+
+class FakeSignals:
+    def __init__(self, missing: tuple[int, ...] = ()) -> None:
+        self.missing = missing
+        self.num_checks = 0
+
+    def check(self) -> None:
+        self.num_checks += 1
+        if self.missing:
+            raise PeerError(self.missing, "did not come before a stream's wait ran out of time")
+
+
+def fence(streams: list[FakeStream], signals: FakeSignals, timeout_s: float = 10.0) -> Fence:
+    return Fence(streams, signals, 3, timeout_s)  # type: ignore[arg-type]
+
+
+def test_a_fence_of_no_stream_is_passed_at_once() -> None:
+    made = fence([], FakeSignals())
+    assert made.is_done()
+    made.wait()
+
+
+def test_a_fence_waits_for_every_stream() -> None:
+    """Invariant 5: it is the host that waits."""
+    streams = [FakeStream(), FakeStream()]
+    signals = FakeSignals()
+    made = fence(streams, signals)
+    streams[0].is_done.set()
+    assert not made.is_done()
+    timer = threading.Timer(0.1, streams[1].is_done.set)
+    start = time.monotonic()
+    timer.start()
+    made.wait()
+    timer.join()
+    assert time.monotonic() - start >= 0.1
+    assert made.is_done()
+    assert signals.num_checks == 1
+
+
+def test_a_fence_has_a_deadline() -> None:
+    """Invariant 9."""
+    made = fence([FakeStream()], FakeSignals(), timeout_s=0.05)
+    start = time.monotonic()
+    with pytest.raises(PeerError, match=r"rank 3: work .* has not finished within 0.05 s"):
+        made.wait()
+    with pytest.raises(PeerError, match="within 0.01 s"):
+        made.wait(0.01)
+    assert time.monotonic() - start < 1
+
+
+def test_a_fence_names_the_ranks_that_its_streams_waited_for() -> None:
+    """Invariant 9: what a stream computed after such a wait is void."""
+    stream = FakeStream()
+    made = fence([stream], FakeSignals((1, 2)), timeout_s=0.01)
+    with pytest.raises(PeerError, match="ranks 1, 2"):
+        made.wait()
+    stream.is_done.set()
+    with pytest.raises(PeerError, match="ranks 1, 2"):
+        made.wait()
+
+
+@CUDA
+def test_a_remap_waits_for_the_kernels_of_every_rank(ranks: Ranks) -> None:
+    """Invariant 5."""
+    ranks.run("bodies.streams:waits_for_kernels", slow=ranks.size - 1)
+
+
+@CUDA
+def test_nothing_is_remapped_during_a_capture_and_replays_see_remaps(ranks: Ranks) -> None:
+    """Invariant 7."""
+    ranks.run("bodies.streams:capture")
+
+
+@CUDA
+def test_a_captured_barrier_can_be_replayed(ranks: Ranks) -> None:
+    ranks.run("bodies.streams:captured_barrier")
+
+
+@pytest.mark.ranks(2, 4, backends=("cuda",))
+def test_a_wait_on_a_stream_has_a_deadline(ranks: Ranks) -> None:
+    """Invariant 9."""
+    ranks.run("bodies.streams:late_on_a_stream", victim=ranks.size - 1)
+
+
+@pytest.mark.ranks(2, launchers=("mpirun",), backends=("cuda",))
+def test_a_stray_write_loses_its_writer_and_no_data(ranks: Ranks) -> None:
+    """Invariant 12."""
+    outcome = ranks.fresh("bodies.streams:stray_write", victim=1)
+    assert outcome.values[0] == 1, outcome.output

@@ -1,0 +1,87 @@
+"""What the ranks asked for, written where all of them can look, without waiting for anybody.
+
+On a stream the host does not wait for its peers, so it cannot compare before it goes on. Instead
+every rank writes its n-th request into a ring in its own page of host memory and looks at what the
+others wrote for the same n, as far as they have come. Whoever comes last sees all the others: a
+difference is found by the last rank at once, and by the others at their next call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+from tpspan.distributed.requests import NUM_WORDS, describe
+from tpspan.errors import ClosedError, CollectiveMismatch
+from tpspan.launch.world import World
+from tpspan.memory.host import HostDriver
+from tpspan.spans.board import Board
+from tpspan.spans.pages import Pages
+
+_ENTRIES = 4096
+_ENTRY = struct.Struct(f"={NUM_WORDS}q")
+_NUMBER = struct.Struct("=q")
+_NUMBER_AT = _ENTRY.size - _NUMBER.size
+
+
+class Journal:
+    """The requests of one world's ranks. Collective to make."""
+
+    def __init__(self, world: World) -> None:
+        self._pages = Pages(Board.of(world).exchange, HostDriver())
+        size = self._pages.page_nbytes
+        base = self._pages.base_address
+        self._rank = world.rank
+        self._views = [
+            memoryview((ctypes.c_char * size).from_address(base + rank * size)).cast("B")
+            for rank in range(world.world_size)
+        ]
+        self._peers = [rank for rank in range(world.world_size) if rank != world.rank]
+        self._seen = dict.fromkeys(self._peers, 0)
+        self._number = 0
+
+    def note(self, request: tuple[int, ...], *, compare: bool = True) -> None:
+        """Write this rank's next request and compare it with those of the ranks that are ahead.
+
+        Raises:
+            CollectiveMismatch: another rank asked for something else, here or since the last look.
+            ClosedError: the world is closed.
+        """
+        if not self._views:
+            raise ClosedError("the world of this group is closed")
+        self._number = number = self._number + 1
+        at = number % _ENTRIES * _ENTRY.size
+        # The number last: it says that the rest is there.
+        own = self._views[self._rank]
+        _ENTRY.pack_into(own, at, *request[:-1], 0)
+        _NUMBER.pack_into(own, at + _NUMBER_AT, number)
+        if compare:
+            self._compare()
+
+    def close(self) -> None:
+        """Unmap the pages."""
+        for view in self._views:
+            view.release()
+        self._views.clear()
+        self._pages.close()
+
+    def _compare(self) -> None:
+        own = self._views[self._rank]
+        for peer in self._peers:
+            view = self._views[peer]
+            for number in range(self._seen[peer] + 1, self._number + 1):
+                at = number % _ENTRIES * _ENTRY.size
+                if _NUMBER.unpack_from(view, at + _NUMBER_AT)[0] < number:
+                    break
+                self._seen[peer] = number
+                theirs = bytes(view[at : at + _NUMBER_AT])
+                mine = bytes(own[at : at + _NUMBER_AT])
+                if theirs != mine and _NUMBER.unpack_from(view, at + _NUMBER_AT)[0] == number:
+                    self._raise(peer, at)
+
+    def _raise(self, peer: int, at: int) -> None:
+        requests = {
+            rank: describe(_ENTRY.unpack_from(self._views[rank], at))
+            for rank in sorted((self._rank, peer))
+        }
+        raise CollectiveMismatch(requests[self._rank].split(" ", 1)[0], requests)
