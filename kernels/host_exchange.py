@@ -21,7 +21,12 @@ word   content
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
 from tpspan.kernels import atomics
 from tpspan.kernels.host_signals import _await_all, _enter
@@ -35,7 +40,67 @@ _REQUEST = 72
 _REQUEST_NBYTES = 8 * REQUEST_WORDS
 _ONE_LOOK = 1
 
+# memcpy itself passes the caches by from about 1 MiB on; what peers read next should stay there.
+_PIECE_NBYTES = 128 << 10
+_VECTOR_NBYTES = 32
+_UNROLLED_NBYTES = 4 * _VECTOR_NBYTES
+_VECTOR = ir.VectorType(ir.IntType(64), 4)
+
 ALL_CAME, LATE, DIFFERENT = 0, 1, 2
+
+Emit = Callable[[Any, Any, Any, Any], Any]
+
+
+@intrinsic  # type: ignore[misc]
+def _move_past_caches(typing: Any, target: Any, source: Any) -> tuple[Any, Emit]:
+    """32 bytes to an address that is a multiple of 32, without reading its line first."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target_value, source_value = (
+            builder.inttoptr(value, _VECTOR.as_pointer()) for value in arguments
+        )
+        loaded = builder.load(source_value)
+        loaded.align = 1
+        stored = builder.store(loaded, target_value)
+        stored.align = _VECTOR_NBYTES
+        one = ir.Constant(ir.IntType(32), 1)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([one]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@atomics.compiled("void(int64, int64, int64)")
+def _copy_cached(target: int, source: int, nbytes: int) -> None:
+    at = 0
+    while at < nbytes:
+        size = min(nbytes - at, _PIECE_NBYTES)
+        atomics.copy_bytes(target + at, source + at, size)
+        at += size
+
+
+@atomics.compiled("void(int64, int64, int64)")
+def _copy_past_caches(target: int, source: int, nbytes: int) -> None:
+    """For what is larger than the caches: writing it through them would read it first."""
+    head = min((-target) & (_VECTOR_NBYTES - 1), nbytes)
+    atomics.copy_bytes(target, source, head)
+    at = head
+    while at + _UNROLLED_NBYTES <= nbytes:
+        _move_past_caches(target + at, source + at)
+        _move_past_caches(target + at + 32, source + at + 32)
+        _move_past_caches(target + at + 64, source + at + 64)
+        _move_past_caches(target + at + 96, source + at + 96)
+        at += _UNROLLED_NBYTES
+    atomics.copy_bytes(target + at, source + at, nbytes - at)
+    atomics.fence()  # such stores are ordered with nothing else
+
+
+@atomics.compiled("void(int64, int64, int64, boolean)")
+def _copy(target: int, source: int, nbytes: int, past_caches: bool) -> None:
+    if past_caches:
+        _copy_past_caches(target, source, nbytes)
+    else:
+        _copy_cached(target, source, nbytes)
 
 
 @atomics.compiled("int64(int64, int64, int64, int64)")
@@ -58,7 +123,7 @@ def _finish(place: int, parity: int, timeout_ns: int, num_spins: int) -> int:
     return 0
 
 
-@atomics.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+@atomics.compiled("int64(int64, int64, int64, int64, int64, int64, int64, int64, boolean, int64)")
 def _step(
     place: int,
     parity: int,
@@ -68,6 +133,7 @@ def _step(
     tail_offset: int,
     tail_nbytes: int,
     keep: int,
+    past_caches: bool,
     timeout_ns: int,
 ) -> int:
     base = atomics.load_int64(place)
@@ -79,17 +145,17 @@ def _step(
     own = base + rank * page_nbytes + atomics.load_int64(place + _REQUESTS)
     atomics.copy_bytes(own + parity * _REQUEST_NBYTES, place + _REQUEST, _REQUEST_NBYTES)
     if head_nbytes > 0:
-        atomics.copy_bytes(target, source, head_nbytes)
+        _copy_cached(target, source, head_nbytes)
     if tail_nbytes > 0:
-        atomics.copy_bytes(target + tail_offset, source + tail_offset, tail_nbytes)
+        _copy_cached(target + tail_offset, source + tail_offset, tail_nbytes)
     count = _enter(base, page_nbytes, slot, rank, world_size, epoch)
     atomics.store_int64(place + _COUNT, types.int64(count))
     if keep != 0:
-        atomics.copy_bytes(keep, source, head_nbytes)
+        _copy(keep, source, head_nbytes, past_caches)
     return _finish(place, parity, timeout_ns, atomics.load_int64(place + _SPINS))
 
 
-@atomics.compiled("void(int64, int64, int64, int64, int64, int64, int64, int64)")
+@atomics.compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, boolean)")
 def _pull(
     target: int,
     target_stride: int,
@@ -99,12 +165,13 @@ def _pull(
     nbytes: int,
     rank: int,
     world_size: int,
+    past_caches: bool = False,
 ) -> None:
     for distance in range(1, world_size):
         peer = (rank + distance) % world_size
         size = min(piece_nbytes, nbytes - peer * piece_nbytes)
         if size > 0:
-            atomics.copy_bytes(target + peer * target_stride, source + peer * source_stride, size)
+            _copy(target + peer * target_stride, source + peer * source_stride, size, past_caches)
 
 
 def host_step(
@@ -116,6 +183,7 @@ def host_step(
     tail_offset: int,
     tail_nbytes: int,
     keep: int,
+    past_caches: bool,
     timeout_ns: int,
 ) -> int:
     """Stage bytes, say so to all ranks, and wait until all have done the same.
@@ -126,6 +194,7 @@ def host_step(
         target, source: the first ``head_nbytes`` and the ``tail_nbytes`` from ``tail_offset`` are
             copied; what lies between is not.
         keep: copy the head there as well, while waiting; 0 for no.
+        past_caches: for ``keep``: see ``host_pull``.
         timeout_ns: how long to wait.
 
     Returns:
@@ -133,7 +202,16 @@ def host_step(
         if all came and the requests differ, on every rank alike.
     """
     return _step(
-        place, parity, target, source, head_nbytes, tail_offset, tail_nbytes, keep, timeout_ns
+        place,
+        parity,
+        target,
+        source,
+        head_nbytes,
+        tail_offset,
+        tail_nbytes,
+        keep,
+        past_caches,
+        timeout_ns,
     )
 
 
@@ -151,10 +229,24 @@ def host_pull(
     nbytes: int,
     rank: int,
     world_size: int,
+    past_caches: bool = False,
 ) -> None:
     """Copy one piece of every other rank, the right neighbour's first: so ranks do not meet.
 
     Piece p goes from ``source + p * source_stride`` to ``target + p * target_stride``. It has
     ``piece_nbytes``, or what is left of ``nbytes`` when those before it are full.
+
+    Args:
+        past_caches: write without reading the target first: for what is larger than the caches.
     """
-    _pull(target, target_stride, source, source_stride, piece_nbytes, nbytes, rank, world_size)
+    _pull(
+        target,
+        target_stride,
+        source,
+        source_stride,
+        piece_nbytes,
+        nbytes,
+        rank,
+        world_size,
+        past_caches,
+    )

@@ -36,10 +36,12 @@ def test_states_from_the_first_call_to_the_last(make_driver: MakeDriver) -> None
         mapping = reservation.map(PAGE, block)
         assert mapping.address == reservation.address + PAGE
         assert (mapping.right, mapping.is_closed, block.num_mappings) == (Right.NONE, False, 1)
+        rights = [mapping.right]
         mapping.protect(Right.READ_WRITE)
-        assert mapping.right is Right.READ_WRITE
+        rights.append(mapping.right)
         reservation.protect(Right.READ, PAGE, 2 * PAGE)
-        assert mapping.right is Right.READ
+        rights.append(mapping.right)
+        assert rights == [Right.NONE, Right.READ_WRITE, Right.READ]
         assert reservation.mappings == (mapping,)
         assert watch.held == Held(1, 1, 1)
 

@@ -10,7 +10,7 @@ import pytest
 from harness import LeakError, RankFailure, Ranks
 
 # Nothing here differs from launcher to launcher, except how ranks come and go.
-PAIR = pytest.mark.ranks(2, launchers=("mpirun",))
+PAIR = pytest.mark.ranks(2, launchers=("mpirun",), backends=("host",))
 
 
 @pytest.mark.ranks()
@@ -90,7 +90,7 @@ def test_a_body_can_skip(ranks: Ranks) -> None:
         ranks.run("bodies.selfcheck:skip")
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, backends=("host",))
 def test_survivors_go_on_in_a_group_of_their_own(ranks: Ranks) -> None:
     outcome = ranks.fresh("bodies.selfcheck:die_on", rank=1, then_wait_s=1.0)
     assert outcome.died == (1,)
@@ -98,7 +98,7 @@ def test_survivors_go_on_in_a_group_of_their_own(ranks: Ranks) -> None:
     assert outcome.values == [0, None, 2]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backends=("host",))
 def test_without_survivors_the_launcher_ends_the_job(ranks: Ranks) -> None:
     outcome = ranks.fresh("bodies.selfcheck:die_on", rank=1, then_wait_s=60.0, survive=False)
     assert outcome.died == (0, 1), outcome.output

@@ -72,7 +72,10 @@ def test_every_byte_has_one_owner_and_one_shard(layout: Layout) -> None:
     for at in range(0, layout.span_nbytes, layout.page_nbytes):
         assert len(set(owners[at : at + layout.page_nbytes])) == 1
     held = Counter(
-        at for shard in layout.shards for offset, size in shard for at in range(offset, offset + size)
+        at
+        for shard in layout.shards
+        for offset, size in shard
+        for at in range(offset, offset + size)
     )
     assert held == Counter(range(layout.nbytes))
     for rank in range(layout.world_size):
@@ -88,7 +91,7 @@ def test_pieces_and_owned_slices_of_any_range(layout: Layout, data: st.DataObjec
     start = data.draw(st.integers(0, layout.span_nbytes))
     nbytes = data.draw(st.integers(0, layout.span_nbytes - start))
     owners = owner_of_each_byte(layout)
-    covered = []
+    covered: list[int] = []
     for piece in layout.pieces(start, nbytes):
         assert piece.nbytes > 0
         inside = range(piece.offset_bytes, piece.end)

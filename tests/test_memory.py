@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,10 @@ def mapped(driver: Driver, num_pages: int = 2) -> Iterator[tuple[int, int]]:
     driver.free(base, nbytes + 2 * PAGE)
 
 
-def refusal(step: Callable[[], object]) -> DriverError:
+def refusal(step: Callable[..., object], *args: Any) -> DriverError:
     """What a step is refused with; every refusal says what to do."""
     with pytest.raises(DriverError) as caught:
-        step()
+        step(*args)
     error = caught.value
     assert error.advice, error
     assert error.code_name in str(error)
@@ -81,7 +82,7 @@ def test_a_block_is_unmapped_whole(make_driver: MakeDriver) -> None:
     driver = make_driver()
     with mapped(driver) as (address, _):
         for at, nbytes in ((address, PAGE), (address + PAGE, PAGE), (address - PAGE, PAGE)):
-            error = refusal(lambda at=at, nbytes=nbytes: driver.unmap(at, nbytes))
+            error = refusal(driver.unmap, at, nbytes)
             assert "whole" in error.advice
         driver.protect(address, 2 * PAGE, Right.READ_WRITE)
 
@@ -95,9 +96,7 @@ def test_rights_are_given_where_blocks_are(make_driver: MakeDriver) -> None:
             (address - PAGE, 4 * PAGE),
             (address + PAGE, 2 * PAGE),
         ):
-            error = refusal(
-                lambda at=at, nbytes=nbytes: driver.protect(at, nbytes, Right.READ_WRITE)
-            )
+            error = refusal(driver.protect, at, nbytes, Right.READ_WRITE)
             assert "mapped" in error.advice
 
 

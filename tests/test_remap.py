@@ -31,25 +31,25 @@ def test_ranks_that_disagree_change_nothing(ranks: Ranks) -> None:
     ranks.run("bodies.remap:disagreed")
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 3, launchers=("mpirun",))
 def test_no_rank_unmaps_before_every_rank_has_waited(ranks: Ranks) -> None:
     """Invariant 5."""
     ranks.run("bodies.remap:fenced", slow=ranks.size - 1)
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 3, launchers=("mpirun",))
 def test_a_fence_that_is_late_on_one_rank_fails_all(ranks: Ranks) -> None:
     """Invariants 4 and 5."""
     ranks.run("bodies.remap:late_fence", slow=ranks.size - 1)
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 3, launchers=("mpirun",))
 def test_a_block_is_free_when_the_slowest_reader_has_unmapped_it(ranks: Ranks) -> None:
     """Invariant 6."""
     ranks.run("bodies.remap:slow_reader", slow=ranks.size - 1)
 
 
-@pytest.mark.ranks(1, 2, 3, backends=("host",))
+@pytest.mark.ranks(1, 3, launchers=("mpirun",), backends=("host",))
 def test_a_read_only_mapping_cannot_be_written(ranks: Ranks) -> None:
     """Invariant 12."""
     ranks.run("bodies.remap:read_only")

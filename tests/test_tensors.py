@@ -1,4 +1,4 @@
-"""Tensors over a range of addresses: any dtype, explicit device, counted as long as a view lives."""
+"""Tensors over a range of addresses: any dtype, explicit device, counted while a view lives."""
 
 from __future__ import annotations
 

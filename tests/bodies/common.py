@@ -52,10 +52,10 @@ def finish(world: World) -> None:
         torch.cuda.synchronize()
 
 
-def failure(step: Callable[[], object]) -> BaseException | None:
+def failure(step: Callable[..., object], *args: Any, **kwargs: Any) -> BaseException | None:
     """What a step raises; without its frames, which would keep tensors alive."""
     try:
-        step()
+        step(*args, **kwargs)
     except Exception as error:
         return error.with_traceback(None)
     return None

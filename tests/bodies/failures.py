@@ -35,6 +35,10 @@ def check_all_raised(world: World, victim: int, error: BaseException | None) -> 
         assert "INJECTED" in str(error), error
 
 
+def _into(made: list[Any], step: Callable[..., Any], *args: Any) -> None:
+    made.append(step(*args))
+
+
 def each_call(
     world: World, victim: int, step: Callable[[], Callable[[], None] | None], check: Any
 ) -> int:
@@ -52,7 +56,7 @@ def each_call(
         with FaultyDriver(world.driver) as watch:
             if world.rank == victim:
                 watch.fail(nth)
-            error = failure(lambda made=made: made.append(step()))
+            error = failure(_into, made, step)
             fired = any(gather(world, watch.num_failed))
             if not fired:
                 assert error is None, error
@@ -100,9 +104,7 @@ def first_use(world: World, victim: int) -> int:
             if world.rank == victim:
                 watch.fail(nth)
             made: list[Span] = []
-            error = failure(
-                lambda inner=inner, made=made: made.append(Span.allocate(inner, (1,), torch.uint8))
-            )
+            error = failure(_into, made, Span.allocate, inner, (1,), torch.uint8)
             fired = any(gather(world, watch.num_failed))
             if fired:
                 check_all_raised(world, victim, error)
@@ -146,7 +148,7 @@ def remap(world: World, victim: int, operation: str, view: bool) -> int:
     trim(world)
     with striped(world) as span:
         mark(span)
-        local = span.local if view else None
+        held = [span.local] if view else []
         before = span.blocks
         block = span.new_block(0, PAGE)
         count = len(before)
@@ -167,7 +169,7 @@ def remap(world: World, victim: int, operation: str, view: bool) -> int:
             if span.stats().num_remaps == num_remaps:
                 assert span.blocks == before
                 assert [value_at(span, page) for page in range(count)] == list(range(1, count + 1))
-                if local is not None:
+                for local in held:
                     own = [page for page in range(count) if page % world.world_size == world.rank]
                     assert local.view(-1, PAGE)[:, 9].tolist() == [page + 1 for page in own]
                 raw(span)[world.rank * PAGE] = world.rank + 1  # still writable
@@ -176,7 +178,7 @@ def remap(world: World, victim: int, operation: str, view: bool) -> int:
         num_failed = each_call(world, victim, change, check)
         assert span.blocks != before
         meet(span)
-        del local
+        held.clear()
     trim(world)
     return num_failed
 
@@ -192,13 +194,13 @@ def lost_mapping(world: World, victim: int, view: bool) -> None:
         with FaultyDriver(world.driver) as watch:
             if world.rank == victim:
                 watch.fail(nth, count=100)
-            error = failure(lambda span=span: span.swap(0, PAGE, after=span.fence()))
+            error = failure(span.swap, 0, PAGE, after=span.fence())
             check_all_raised(world, victim, error)
-        again = failure(lambda span=span: span.swap(0, PAGE, after=SteadyFence()))
+        again = failure(span.swap, 0, PAGE, after=SteadyFence())
         if world.rank == victim:
             assert isinstance(again, ClosedError), again
             assert "lost a mapping in a failed remap" in str(again)
-            assert isinstance(failure(lambda span=span: span.gathered), ClosedError)
+            assert isinstance(failure(getattr, span, "gathered"), ClosedError)
         else:
             assert isinstance(again, PeerError), again
             assert again.ranks == (victim,)
@@ -220,9 +222,7 @@ def close(world: World, victim: int) -> int:
         trim(world)
         with FaultyDriver(world.driver) as watch, warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # of what the driver does not take
-            span = Span.allocate(
-                world, (2 * world.world_size, PAGE), torch.uint8, layout="striped"
-            )
+            span = Span.allocate(world, (2 * world.world_size, PAGE), torch.uint8, layout="striped")
             fill(span)
             local = span.local
             meet(span)
@@ -269,7 +269,7 @@ def mismatch(world: World) -> None:
     ):
         asked = {**plain, **change} if odd else plain
         with FaultyDriver(world.driver) as watch:
-            error = failure(lambda asked=asked: Span.allocate(world, **asked))
+            error = failure(Span.allocate, world, **asked)
             assert isinstance(error, CollectiveMismatch), error
             assert error.operation == "Span.allocate"
             assert sorted(error.requests) == list(range(size))
@@ -277,12 +277,12 @@ def mismatch(world: World) -> None:
             assert watch.held == NOTHING, watch.calls
     # A request that is wrong besides is a mismatch first: the others asked for something else.
     asked = {**plain, "shape": (-1,)} if odd else plain
-    assert isinstance(failure(lambda: Span.allocate(world, **asked)), CollectiveMismatch)
+    assert isinstance(failure(Span.allocate, world, **asked), CollectiveMismatch)
 
     span = Span.allocate(world, **plain)
     fill(span)
     another = Span.allocate(world, **plain)
-    wrong_order = [
+    wrong_order: list[tuple[Callable[[], object], Callable[[], object]]] = [
         (span.close, another.close),
         (span.close, lambda: Span.allocate(world, **plain)),
         (lambda: span.new_block(0, PAGE), lambda: span.new_block(0, 2 * PAGE)),

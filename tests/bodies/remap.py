@@ -179,9 +179,11 @@ def disagreed(world: World) -> None:
         assert isinstance(error, CollectiveMismatch), error
         assert sorted(error.requests) == list(range(world.world_size))
         asked = failure(
-            lambda: span.remap(0, block, after=span.fence())
-            if world.rank
-            else span.swap(0, PAGE, after=span.fence())
+            lambda: (
+                span.remap(0, block, after=span.fence())
+                if world.rank
+                else span.swap(0, PAGE, after=span.fence())
+            )
         )
         assert isinstance(asked, CollectiveMismatch), asked
         assert "Span.swap" in str(asked) or "Span.remap" in str(asked)
@@ -264,7 +266,7 @@ def slow_reader(world: World, slow: int) -> None:
 
 
 def read_only(world: World) -> None:
-    """What is mapped read-only cannot be written: the writer fails, the data stay (invariant 12)."""
+    """What is mapped read-only cannot be written: the writer fails, the data stay."""
     with striped(world) as span:
         mark(span)
         span.protect(Right.READ)
@@ -276,7 +278,7 @@ def read_only(world: World) -> None:
         writers = (
             lambda: raw(span).fill_(0),
             lambda: raw(span)[own[0] * PAGE : own[0] * PAGE + 1].zero_(),
-            lambda: local.zero_(),
+            local.zero_,
         )
         for write in writers:
             assert died_by(write) == signal.SIGSEGV
@@ -298,7 +300,7 @@ def read_only(world: World) -> None:
         span.protect(Right.READ_WRITE)
         assert holds_pages(span, skip=1)
         meet(span)
-        del local, writers
+        del local, writers, write
 
 
 def holds_pages(span: Span, skip: int) -> bool:

@@ -7,16 +7,17 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bodies.common import fill, holds, meet
 from tpspan.launch.world import World
 from tpspan.spans import Span
 from tpspan.spans.exchange import Exchange
-
-import torch
 
 
 def sockets() -> Iterator[Path]:
@@ -35,6 +36,7 @@ def watched(world: World) -> dict[str, Any]:
             for path in sockets():
                 with contextlib.suppress(FileNotFoundError):
                     modes.add(stat.S_IMODE(path.parent.stat().st_mode))
+            time.sleep(1e-3)
 
     watcher = threading.Thread(target=look)
     watcher.start()
@@ -56,9 +58,11 @@ def pestered(world: World) -> None:
     def knock() -> None:
         while not stop.is_set():
             for path in sockets():
-                with contextlib.suppress(OSError), socket.socket(
-                    socket.AF_UNIX, socket.SOCK_SEQPACKET
-                ) as stranger:
+                with (
+                    contextlib.suppress(OSError),
+                    socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger,
+                ):
+                    stranger.settimeout(0)
                     stranger.connect(str(path))
                     stranger.send(b"let me in, I am rank 1")
 

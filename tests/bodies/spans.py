@@ -20,7 +20,7 @@ PAGE = PAGE_NBYTES
 
 def uneven(num_rows: int, world_size: int) -> list[int]:
     """Rows that no two ranks have alike, the first rank none if there are others."""
-    rows = [rank for rank in range(world_size)]
+    rows = list(range(world_size))
     rows[-1] += num_rows - sum(rows)
     return rows
 
@@ -88,7 +88,9 @@ def same_table(world: World) -> list[Any]:
         assert [
             (placed.offset_bytes, placed.block.nbytes, placed.block.owner) for placed in span.blocks
         ] == [(run.offset_bytes, run.nbytes, run.owner) for run in layout.runs]
-        return [(p.offset_bytes, p.block.number, p.block.owner, p.block.nbytes) for p in span.blocks]
+        return [
+            (placed.offset_bytes, placed.block.number, placed.block.owner) for placed in span.blocks
+        ]
 
 
 def neighbours_page(world: World) -> list[int]:
@@ -287,7 +289,7 @@ def refused_arguments(world: World) -> None:
         (((size, 4), uint8), {"layout": "diagonal"}, "'blocked', 'striped' or a Layout"),
         (((size, 4), uint8), {"rows": [size + 1] + [0] * (size - 1)}, "do not cut"),
         (((size, 4), uint8), {"rows": [0] * size}, "do not cut"),
-        (((size, 4), uint8), {"rows": [size]  * (size + 1)}, "do not cut"),
+        (((size, 4), uint8), {"rows": [size] * (size + 1)}, "do not cut"),
         (((size, 4), uint8), {"rows": [-1, size + 1][:size]}, "do not cut"),
         (((size, 4), uint8), {"rows": [1] * size, "layout": "striped"}, "rows go with"),
         (((size, 4), uint8), {"layout": "striped", "stripe_nbytes": PAGE + 1}, "multiple of the"),
@@ -306,13 +308,13 @@ def refused_arguments(world: World) -> None:
         ),
     ]
     for args, options, said in cases:
-        error = failure(lambda args=args, options=options: Span.allocate(world, *args, **options))
+        error = failure(Span.allocate, world, *args, **options)
         assert isinstance(error, ValueError | TypeError), (args, options, error)
         assert said in str(error), error
         assert "\n" not in str(error)
     with Span.allocate(world, (size, 4), uint8) as span:
         for nbytes in (0, -PAGE, 5, PAGE + 1):
-            error = failure(lambda nbytes=nbytes: span.new_block(0, nbytes))
+            error = failure(span.new_block, 0, nbytes)
             assert "whole pages" in str(error)
         assert "no rank" in str(failure(lambda: span.new_block(size, PAGE)))
         assert "no rank" in str(failure(lambda: span.shard(size)))
@@ -320,7 +322,7 @@ def refused_arguments(world: World) -> None:
         wrong = torch.empty(size, 5, dtype=uint8, device=world.device)
         flat = torch.empty(4, 2 * size, dtype=uint8, device=world.device)
         for out in (wrong, flat[:, :size].T, flat[:, :size].to(torch.int8), flat[:2].to("meta")):
-            error = failure(lambda out=out: span.copy_to(out))
+            error = failure(span.copy_to, out)
             assert "out must" in str(error), (out.shape, out.stride(), error)
         fill(span)
         assert holds(span)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from tpspan.distributed.groups import Engine, Group
+from tpspan.distributed.domains import DomainsGroup
+from tpspan.distributed.groups import Engine, GatheringEngine, Group
 from tpspan.distributed.requests import check_reduction, reduction_of
 from tpspan.spans.allocation import OpenSpans
 from tpspan.spans.span import Span
@@ -33,7 +34,7 @@ def all_gather_single(
         ValueError: the output has not ``size`` times the elements of the piece.
         TypeError: their dtypes differ.
     """
-    engine = _engine(group, piece, output)
+    engine = _gathering_engine(group, piece, output)
     if engine is None:
         return NotImplemented
     output, piece = _alike(output, piece)
@@ -45,12 +46,12 @@ def all_gather_single(
         raise _refused(engine, ValueError(_devices(output, piece)))
     source, target = _readable(piece), _writable(output)
     nbytes = source.numel() * source.element_size()
-    if nbytes and source.data_ptr() == target.data_ptr() + group.rank * nbytes:
-        offset = _offset_in_span(engine, target)
+    is_own_part = nbytes and source.data_ptr() == target.data_ptr() + group.rank * nbytes
+    if is_own_part and not isinstance(engine, DomainsGroup):
+        mapped, offset = engine, _offset_in_span(engine, target)
         if offset is not None:
-            return engine.run(
-                lambda: engine.all_gather_in_place(target, offset), [output], async_op
-            )
+            at = offset
+            return mapped.run(lambda: mapped.all_gather_in_place(target, at), [output], async_op)
 
     def call() -> None:
         engine.all_gather(target, source)
@@ -69,7 +70,7 @@ def all_gather(
         ValueError: not one output for each rank, or of another size than the piece where it is own.
         TypeError: the dtypes differ.
     """
-    engine = _engine(group, piece, *outputs)
+    engine = _gathering_engine(group, piece, *outputs)
     if engine is None:
         return NotImplemented
     if len(outputs) != group.size:
@@ -235,13 +236,18 @@ def all_gather_object(group: Group, value: object) -> Any:
 
 
 def _engine(group: Group, *tensors: torch.Tensor) -> Engine | None:
+    found = _gathering_engine(group, *tensors)
+    return None if isinstance(found, DomainsGroup) else found
+
+
+def _gathering_engine(group: Group, *tensors: torch.Tensor) -> GatheringEngine | None:
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             return None
-    return group.engine(tensors[0].device)
+    return group.gathering_engine(tensors[0].device)
 
 
-def _refused(engine: Engine, error: Exception) -> Exception:
+def _refused(engine: GatheringEngine, error: Exception) -> Exception:
     """Tell the other ranks, then let the caller raise its own error."""
     engine.run(engine.refuse, [], False)
     return error

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from tpspan.distributed.cuda_group import CudaGroup
+from tpspan.distributed.domains import DomainsGroup
 from tpspan.distributed.host_group import HostGroup
 from tpspan.distributed.store_world import world_over
 from tpspan.errors import LaunchError
@@ -26,6 +27,7 @@ from tpspan.launch import start
 from tpspan.launch.world import World
 
 Engine = HostGroup | CudaGroup
+GatheringEngine = HostGroup | CudaGroup | DomainsGroup
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -53,7 +55,7 @@ class Group:
         self._delegate = None if delegate is None else weakref.ref(delegate)
         self._world, self._store, self._name = world, store, name
         self._timeout_s = timeout_s
-        self._engines: dict[str, Engine | None] = {}
+        self._engines: dict[str, GatheringEngine | None] = {}
         self._own_worlds: list[World] = []
         self._lock = threading.RLock()
 
@@ -64,6 +66,11 @@ class Group:
 
     def engine(self, device: torch.device) -> Engine | None:
         """What carries out calls on a device; None if spans cannot. Collective the first time."""
+        found = self.gathering_engine(device)
+        return None if isinstance(found, DomainsGroup) else found
+
+    def gathering_engine(self, device: torch.device) -> GatheringEngine | None:
+        """The same for calls that gather, which spans also serve between domains."""
         try:
             return self._engines[device.type]
         except KeyError:
@@ -111,7 +118,7 @@ class Group:
         told = {self._store.get(f"{self._name}/world/{peer}") for peer in range(self.size)}
         return world if told == {token} and token.startswith(b"1 1 ") else None
 
-    def _make(self, device: torch.device) -> Engine | None:
+    def _make(self, device: torch.device) -> GatheringEngine | None:
         kind = {"cpu": "host", "cuda": "cuda"}.get(device.type)
         if kind is None:
             return None
@@ -130,7 +137,9 @@ class Group:
             self._own_worlds.append(world)
             _with_worlds.add(self)
         if len(world.domain) != world.world_size:
-            return None
+            if kind == "cuda" or self.delegate is None:
+                return None
+            return DomainsGroup(world, self.delegate)
         if kind == "host":
             return world.resource("distributed", HostGroup)
         return world.resource("distributed", CudaGroup)
@@ -138,7 +147,6 @@ class Group:
 
 _with_worlds: weakref.WeakSet[Group] = weakref.WeakSet()
 _of_process_group: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
-_of_world: weakref.WeakKeyDictionary[World, Group] = weakref.WeakKeyDictionary()
 
 
 def resolve(group: Any) -> Group | None:
@@ -151,10 +159,7 @@ def resolve(group: Any) -> Group | None:
     if group is None:
         group = _default()
     if isinstance(group, World):
-        found = _of_world.get(group)
-        if found is None:
-            found = _of_world[group] = Group(group.rank, group.world_size, world=group)
-        return found
+        return group.resource("distributed group", _over_world)
     if group == torch_distributed.GroupMember.NON_GROUP_MEMBER:
         return None
     found = getattr(group, "span_group", None)
@@ -194,6 +199,10 @@ def _default() -> Any:
         raise LaunchError(
             "there is no group: call tpspan.init() or torch.distributed.init_process_group() first"
         ) from None
+
+
+def _over_world(world: World) -> Group:
+    return Group(world.rank, world.world_size, world=world)
 
 
 def _over_process_group(group: Any) -> Group:

@@ -49,8 +49,13 @@ from tpspan.spans.span import Span
 
 REGION_NBYTES = PAGE_NBYTES
 HALF_NBYTES = REGION_NBYTES // 2
+# What a rank stages in a step: it stays in the second cache of a core. Ranks that share cores pay
+# more for each meeting, and take twice as much.
+_STEP_NBYTES = HALF_NBYTES // 2
 # Below this each rank's extra reads cost less than a second meeting.
 ONE_SHOT_NBYTES = 32 << 10
+# An output of this size would drive all else out of the caches.
+LARGE_NBYTES = 8 << 20
 _LINE = 64
 
 Reducer = Callable[[int, list[int], int], None]
@@ -75,10 +80,11 @@ class HostGroup:
         self._span = Span.allocate_bytes(world, layout)
         self._base = self._span.base_address
         self._own = self._base + world.rank * REGION_NBYTES
-        self._half = 0
         self._sources = (ctypes.c_int64 * world.world_size)()
         self._sources_address = ctypes.addressof(self._sources)
-        self._slices = HALF_NBYTES // world.world_size // _LINE * _LINE
+        shares_cores = world.world_size > Board.of(world).num_cores
+        self._step_nbytes = HALF_NBYTES if shares_cores else _STEP_NBYTES
+        self._slices = self._step_nbytes // world.world_size // _LINE * _LINE
 
     def run(
         self,
@@ -129,16 +135,19 @@ class HostGroup:
         rank, size = self.rank, self.world_size
         own_target = target + rank * nbytes
         keep = own_target if own_target != source else 0
+        is_large = nbytes * size >= LARGE_NBYTES
         at = 0
         while True:
-            part = min(nbytes - at, HALF_NBYTES)
+            part = min(nbytes - at, self._step_nbytes)
             offset = self._next_half()
-            self._steps.step(self._own + offset, source + at, part, 0, 0, keep and keep + at)
+            # Nothing is done before the first step has compared what the ranks ask for.
+            keep_at = keep + at if at and keep else 0
+            self._steps.step(self._own + offset, source + at, part, 0, 0, keep_at, is_large)
+            if not at and keep:
+                ctypes.memmove(keep, source, part)
             if part:
-                host_pull(
-                    *(target + at, nbytes, self._base + offset, REGION_NBYTES),
-                    *(part, part * size, rank, size),
-                )
+                staged = self._base + offset
+                self._pull(target + at, nbytes, staged, REGION_NBYTES, part, part * size, is_large)
             at += part
             if at >= nbytes:
                 break
@@ -154,12 +163,14 @@ class HostGroup:
         source, nbytes = piece.data_ptr(), sizes[self.rank]
         keep = targets[self.rank] if targets[self.rank] != source else 0
         order = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
-        for at in range(0, max(*sizes, 1), HALF_NBYTES):
-            part = max(min(nbytes - at, HALF_NBYTES), 0)
+        for at in range(0, max(*sizes, 1), self._step_nbytes):
+            part = max(min(nbytes - at, self._step_nbytes), 0)
             offset = self._next_half()
-            self._steps.step(self._own + offset, source + at, part, 0, 0, keep and keep + at)
+            self._steps.step(self._own + offset, source + at, part, 0, 0, at and keep and keep + at)
+            if not at and keep:
+                ctypes.memmove(keep, source, part)
             for peer in order:
-                size = min(sizes[peer] - at, HALF_NBYTES)
+                size = min(sizes[peer] - at, self._step_nbytes)
                 if size > 0:
                     staged = self._base + peer * REGION_NBYTES + offset
                     ctypes.memmove(targets[peer] + at, staged, size)
@@ -171,8 +182,8 @@ class HostGroup:
         self._steps.ask(words(Operation.BROADCAST, tensor.dtype, nbytes, root=root))
         address = tensor.data_ptr()
         is_root = self.rank == root
-        for at in range(0, max(nbytes, 1), HALF_NBYTES):
-            part = min(nbytes - at, HALF_NBYTES)
+        for at in range(0, max(nbytes, 1), self._step_nbytes):
+            part = min(nbytes - at, self._step_nbytes)
             offset = self._next_half()
             self._steps.step(self._own + offset, address + at, part if is_root else 0)
             if not is_root and part:
@@ -195,10 +206,7 @@ class HostGroup:
             part = min(nbytes - at, slot)
             offset = self._next_half()
             if part:
-                host_pull(
-                    *(self._own + offset, slot, source + at, nbytes, part, part * size),
-                    *(rank, size),
-                )
+                self._pull(self._own + offset, slot, source + at, nbytes, part, part * size)
             self._steps.step()
             if part:
                 staged = self._base + offset + rank * slot
@@ -217,8 +225,8 @@ class HostGroup:
             self._one_shot(tensor.data_ptr(), nbytes, itemsize, reducer)
             counts.count("all_reduce: one-shot")
             return
-        for at in range(0, nbytes, HALF_NBYTES):
-            part = min(nbytes - at, HALF_NBYTES)
+        for at in range(0, nbytes, self._step_nbytes):
+            part = min(nbytes - at, self._step_nbytes)
             self._two_shot(tensor.data_ptr() + at, part, itemsize, reducer)
         counts.count("all_reduce: two-shot")
 
@@ -253,15 +261,35 @@ class HostGroup:
             reducer(address + start, sources, own_nbytes // itemsize)
             ctypes.memmove(self._own + offset + start, address + start, own_nbytes)
         self._steps.step()
+        staged = self._base + offset
+        self._pull(address, slot, staged, REGION_NBYTES + slot, slot, nbytes)
+
+    def _pull(
+        self,
+        target: int,
+        target_stride: int,
+        source: int,
+        source_stride: int,
+        piece_nbytes: int,
+        nbytes: int,
+        past_caches: bool = False,
+    ) -> None:
+        """Copy a piece of every other rank, the right neighbour's first: see ``host_pull``."""
         host_pull(
-            *(address, slot, self._base + offset, REGION_NBYTES + slot, slot, nbytes),
-            *(rank, size),
+            target,
+            target_stride,
+            source,
+            source_stride,
+            piece_nbytes,
+            nbytes,
+            self.rank,
+            self.world_size,
+            past_caches,
         )
 
     def _next_half(self) -> int:
         """Where in a region the next step that stages something writes."""
-        self._half = HALF_NBYTES - self._half
-        return self._half
+        return self._steps.next_half() * HALF_NBYTES
 
     def _reducer(self, dtype: torch.dtype, reduction: Reduction) -> Reducer:
         name = _FAST.get(dtype)

@@ -58,6 +58,7 @@ class Steps:
         self._request = struct.Struct(f"={NUM_WORDS}q")
         self._broken: PeerError | None = None
         self._is_closed = False
+        self._half = 0
         self._parity = 0  # which of a rank's two requests the next step writes
 
     def ask(self, request: tuple[int, ...]) -> None:
@@ -73,6 +74,15 @@ class Steps:
             raise ClosedError("the world of this group is closed")
         self._request.pack_into(self._place, _REQUEST_AT, *request)
 
+    def next_half(self) -> int:
+        """Which half of the staging memory, 0 or 1, the next step that stages something writes.
+
+        Ranks whose requests differ may have taken different turns. All of them begin anew then:
+        nobody reads after such a meeting, and what was read before it has been.
+        """
+        self._half = 1 - self._half
+        return self._half
+
     def step(
         self,
         target: int = 0,
@@ -81,12 +91,13 @@ class Steps:
         tail_offset: int = 0,
         tail_nbytes: int = 0,
         keep: int = 0,
+        past_caches: bool = False,
     ) -> None:
         """Copy this rank's bytes, then wait until all ranks have come.
 
         Args:
             target, source: two pieces are copied, the head and the tail.
-            keep: where else the head goes, while waiting.
+            keep: where else the head goes, while waiting; ``past_caches`` if much will go there.
 
         Raises:
             CollectiveMismatch: the ranks ask for different things; nothing was done.
@@ -103,6 +114,7 @@ class Steps:
             tail_offset,
             tail_nbytes,
             keep,
+            past_caches,
             _SLICE_NS,
         )
         if came:
@@ -136,6 +148,7 @@ class Steps:
             self._broken = PeerError([self._place[3]], "it was interrupted in a collective call")
             raise
         if came == DIFFERENT:
+            self._half = 0
             requests = {peer: self._asked(peer, parity) for peer in range(self._world_size)}
             mine = requests[self._place[3]]
             raise CollectiveMismatch(mine.split(" ", 1)[0], requests)

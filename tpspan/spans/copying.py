@@ -63,7 +63,7 @@ def copy_to(
     *,
     shares_device: bool,
 ) -> None:
-    """Copy the whole span at ``address`` into ``out``, on ``stream`` on CUDA.
+    """Copy the whole span at ``address`` into ``out``, on a stream of a GPU.
 
     By copy engine where that is few copies of memory on one GPU, or of much memory: it takes no
     multiprocessor and is then at least as fast. By kernel otherwise: over a link a kernel starts
@@ -75,7 +75,7 @@ def copy_to(
     target = out.data_ptr()
     is_local = shares_device or layout.world_size == 1
     by_engine = is_local and len(pieces) <= _ENGINE_MAX_PIECES
-    if driver.name == "cuda" and not by_engine and layout.nbytes <= _KERNEL_MAX_NBYTES:
+    if not by_engine and layout.nbytes <= _KERNEL_MAX_NBYTES:
         kernels.rotated_copy(
             target,
             address,

@@ -1,0 +1,58 @@
+"""The process group: whole programs of torch on it; and gathers between domains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import Ranks
+from tpspan.distributed.domains import Routes
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("backend", ["tpspan", "cpu:tpspan,cuda:tpspan"])
+def test_programs_of_torch_run_unmodified(ranks: Ranks, backend: str, tmp_path: Path) -> None:
+    if ranks.backend == "cuda" and ranks.size > 1:
+        pytest.skip("needs NCCL as the reference, which refuses ranks that share a GPU")
+    reference = "nccl" if ranks.backend == "cuda" else "gloo"
+    ranks.run(
+        "bodies.process_groups:programs",
+        folder=str(tmp_path),
+        backend=backend,
+        reference=reference,
+        leaks=False,  # torch keeps what its own groups and meshes have made
+    )
+
+
+@pytest.mark.ranks(2, 3, backends=("host",))
+def test_functions_take_groups_of_torch(ranks: Ranks) -> None:
+    ranks.run("bodies.process_groups:functions_over_torch_groups", leaks=False)
+
+
+@pytest.mark.ranks(2, 3, 4, backends=("host",))
+def test_gathers_between_domains(ranks: Ranks) -> None:
+    ranks.run("bodies.process_groups:between_domains", leaks=False)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_each_remote_byte_enters_a_domain_once(sizes: list[int], dice: object) -> None:
+    ranks = list(range(sum(sizes)))
+    dice.shuffle(ranks)  # type: ignore[attr-defined]
+    domains = []
+    for size in sizes:
+        domains.append(tuple(sorted(ranks[:size])))
+        ranks = ranks[size:]
+    routes = Routes(tuple(sorted(domains)))
+    everyone = range(sum(sizes))
+    for domain in routes.domains:
+        received = sorted(r for mate in domain for r in routes.received_by(mate))
+        assert received == routes.remote(domain)
+        shares = [len(routes.received_by(mate)) for mate in domain]
+        assert max(shares) - min(shares) <= 1
+    for rank in everyone:
+        targets = routes.targets_of(rank)
+        assert len(targets) == len(routes.domains) - 1
+        assert all(rank in routes.received_by(target) for target in targets)

@@ -1,0 +1,135 @@
+"""Gathering among ranks of several domains: one transfer per remote byte and domain, then mapped.
+
+A rank sends its piece once to every other domain, to the rank there whose turn it is: the receivers
+of a domain take the remote ranks in turn, so that all of them share the work. What a domain has
+received is then gathered among its ranks through the memory they map, like their own pieces.
+
+The transfers go through torch's group (gloo), never through something of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from tpspan.distributed import counts
+from tpspan.distributed.host_group import HostGroup
+from tpspan.distributed.work import HostWork
+from tpspan.launch.world import World
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Who sends to whom: arithmetic alone.
+
+    Attributes:
+        domains: the ranks of each domain; every rank is in exactly one.
+    """
+
+    domains: tuple[tuple[int, ...], ...]
+
+    def domain_of(self, rank: int) -> tuple[int, ...]:
+        """The domain that a rank is in."""
+        return next(domain for domain in self.domains if rank in domain)
+
+    def remote(self, domain: tuple[int, ...]) -> list[int]:
+        """The ranks outside a domain, in order."""
+        return sorted(rank for other in self.domains if other != domain for rank in other)
+
+    def receiver(self, domain: tuple[int, ...], rank: int) -> int:
+        """The rank of a domain that receives what a remote rank sends to it."""
+        return domain[self.remote(domain).index(rank) % len(domain)]
+
+    def received_by(self, rank: int) -> list[int]:
+        """The remote ranks whose pieces a rank receives for its domain, in order."""
+        domain = self.domain_of(rank)
+        return [r for r in self.remote(domain) if self.receiver(domain, r) == rank]
+
+    def targets_of(self, rank: int) -> list[int]:
+        """The ranks to which a rank sends its piece, one in every other domain."""
+        mine = self.domain_of(rank)
+        return [self.receiver(domain, rank) for domain in self.domains if domain != mine]
+
+
+class DomainsGroup:
+    """The gathering calls of a world whose ranks cannot all map each other's memory.
+
+    Args:
+        world: all the ranks.
+        delegate: torch's group of the same ranks.
+    """
+
+    def __init__(self, world: World, delegate: ProcessGroup) -> None:
+        self.world = world
+        self.rank, self.world_size = world.rank, world.world_size
+        told = world.control.all_gather(world.domain)
+        self.routes = Routes(tuple(sorted(set(told))))
+        self._domain = self.routes.domain_of(self.rank)
+        self._delegate = delegate
+        local = world.subset(self._domain)
+        self._local = local.resource("distributed", HostGroup)
+
+    def run(
+        self,
+        call: Callable[[], object],
+        outputs: list[torch.Tensor],
+        async_op: bool,
+        *used: torch.Tensor,
+    ) -> HostWork | None:
+        """Carry a call out after all those before it."""
+        return self._local.run(call, outputs, async_op)
+
+    def refuse(self) -> None:
+        """Fail in the other ranks of this domain; those elsewhere wait until their deadline."""
+        self._local.refuse()
+
+    def all_gather(self, output: torch.Tensor, piece: torch.Tensor) -> None:
+        """Put the ranks' pieces, of one size, one after another."""
+        numel = piece.numel()
+        flat = output.view(-1)
+        outputs = [flat[rank * numel : (rank + 1) * numel] for rank in range(self.world_size)]
+        self.all_gather_list(outputs, piece)
+
+    def all_gather_list(self, outputs: Sequence[torch.Tensor], piece: torch.Tensor) -> None:
+        """Put the ranks' pieces, of any sizes, into tensors of their sizes."""
+        routes, rank = self.routes, self.rank
+        works: list[Any] = []
+        for remote in routes.received_by(rank):
+            works.append(self._delegate.recv([_bytes(outputs[remote])], remote, rank))
+        sent = _bytes(piece)
+        for target in routes.targets_of(rank):
+            works.append(self._delegate.send([sent], target, target))
+        self._local.all_gather_list([outputs[mate] for mate in self._domain], piece)
+        for work in works:
+            work.wait()
+        # What each rank here has received, side by side: one more gather within the domain.
+        shares = [routes.received_by(mate) for mate in self._domain]
+        buffers = [
+            torch.empty(sum(_nbytes(outputs[r]) for r in share), dtype=torch.uint8)
+            for share in shares
+        ]
+        own = [_bytes(outputs[r]) for r in routes.received_by(rank)]
+        given = torch.cat(own) if own else torch.empty(0, dtype=torch.uint8)
+        self._local.all_gather_list(buffers, given)
+        for share, buffer in zip(shares, buffers, strict=True):
+            at = 0
+            for remote in share:
+                received = _bytes(outputs[remote])
+                received.copy_(buffer[at : at + received.numel()])
+                at += received.numel()
+        counts.count("all_gather: between domains")
+
+    def close(self) -> None:
+        """Nothing of its own: the worlds close what they own."""
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
