@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,12 @@ _BODIES: dict[str, tuple[str, int]] = {
     "sum_f32": ("tpspan.kernels.device_reduce", 9),
     "sum_bf16": ("tpspan.kernels.device_reduce", 9),
     "sum_f16": ("tpspan.kernels.device_reduce", 9),
+    "fused_gather": ("tpspan.kernels.device_fused", 13),
+    "fused_sum_f32": ("tpspan.kernels.device_fused", 14),
+    "fused_sum_bf16": ("tpspan.kernels.device_fused", 14),
+    "fused_sum_f16": ("tpspan.kernels.device_fused", 14),
 }
+_OF_SPANS = ("post", "wait", "barrier", "gather_copy", "rotated_copy")
 _COMPILE_ADVICE = (
     "numba compiles with libnvvm and libnvrtc of a CUDA toolkit: install one, or the package's "
     "extra cuda, or set CUDA_HOME."
@@ -68,9 +73,14 @@ def kernel(name: str, device_index: int) -> DeviceKernel:
     return found
 
 
-def prepare(device_index: int) -> None:
-    """Compile and load every kernel now: loading one while a stream is captured would fail."""
-    for name in _BODIES:
+def prepare(device_index: int, names: Iterable[str] = _OF_SPANS) -> None:
+    """Compile and load kernels now: loading one while a stream is captured would fail.
+
+    Args:
+        names: by default those that every span needs; the others are seconds of work that only
+            collective calls have a use for.
+    """
+    for name in names:
         kernel(name, device_index)
 
 

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from tpspan.kernels import atomics
 
 _BLOCK = 4096
-_SIGNATURE = "void(int64, int64, int64, int64, float64)"
+_SIGNATURE = "void(int64, int64, int64, int64, int64, float64)"
 _BF16_NAN = 0x7FC0
 _NOT_SIGN = 0x7FFF_FFFF
 _INFINITY = 0x7F80_0000
@@ -102,7 +102,9 @@ def _summing(pointer: Any, load: Any, store: Any, dtype: Any) -> Any:
     """A sum in ``dtype``, which is what the elements are stored in, or wider."""
     zero = numpy.dtype(dtype)
 
-    def body(target: int, table: int, num_sources: int, numel: int, divisor: float) -> None:
+    def body(
+        target: int, second: int, table: int, num_sources: int, numel: int, divisor: float
+    ) -> None:
         out = carray(pointer(target), numel)
         total = numpy.empty(_BLOCK, zero)
         at = 0
@@ -123,6 +125,9 @@ def _summing(pointer: Any, load: Any, store: Any, dtype: Any) -> Any:
             part = out[at : at + size]
             for i in range(size):
                 part[i] = store(total[i])
+            if second != 0:
+                itemsize = out.itemsize
+                atomics.copy_bytes(second + at * itemsize, target + at * itemsize, size * itemsize)
             at += size
 
     return body
@@ -135,23 +140,31 @@ _blocks_f16 = njit(nogil=True)(_summing(_u16, _from_f16, _to_f16, numpy.float32)
 
 
 @atomics.compiled(_SIGNATURE)
-def _sum_f32(target: int, table: int, num_sources: int, numel: int, divisor: float) -> None:
-    _blocks_f32(target, table, num_sources, numel, divisor)
+def _sum_f32(
+    target: int, second: int, table: int, num_sources: int, numel: int, divisor: float
+) -> None:
+    _blocks_f32(target, second, table, num_sources, numel, divisor)
 
 
 @atomics.compiled(_SIGNATURE)
-def _sum_f64(target: int, table: int, num_sources: int, numel: int, divisor: float) -> None:
-    _blocks_f64(target, table, num_sources, numel, divisor)
+def _sum_f64(
+    target: int, second: int, table: int, num_sources: int, numel: int, divisor: float
+) -> None:
+    _blocks_f64(target, second, table, num_sources, numel, divisor)
 
 
 @atomics.compiled(_SIGNATURE)
-def _sum_bf16(target: int, table: int, num_sources: int, numel: int, divisor: float) -> None:
-    _blocks_bf16(target, table, num_sources, numel, divisor)
+def _sum_bf16(
+    target: int, second: int, table: int, num_sources: int, numel: int, divisor: float
+) -> None:
+    _blocks_bf16(target, second, table, num_sources, numel, divisor)
 
 
 @atomics.compiled(_SIGNATURE)
-def _sum_f16(target: int, table: int, num_sources: int, numel: int, divisor: float) -> None:
-    _blocks_f16(target, table, num_sources, numel, divisor)
+def _sum_f16(
+    target: int, second: int, table: int, num_sources: int, numel: int, divisor: float
+) -> None:
+    _blocks_f16(target, second, table, num_sources, numel, divisor)
 
 
 _SUMS = {"float32": _sum_f32, "float64": _sum_f64, "bfloat16": _sum_bf16, "float16": _sum_f16}
@@ -159,7 +172,13 @@ HOST_SUM_DTYPES = tuple(_SUMS)
 
 
 def host_sum(
-    dtype: str, target: int, table: int, num_sources: int, numel: int, divisor: float = 1.0
+    dtype: str,
+    target: int,
+    table: int,
+    num_sources: int,
+    numel: int,
+    divisor: float = 1.0,
+    second: int = 0,
 ) -> None:
     """Add sources element by element, in their order, and divide the sum.
 
@@ -168,5 +187,6 @@ def host_sum(
         target: address of the result; it may be one of the sources.
         table: address of the sources' addresses, 64 bits each.
         divisor: 1 for a sum, the number of sources for their mean.
+        second: address of a second copy of the result; 0 for none.
     """
-    _SUMS[dtype](target, table, num_sources, numel, divisor)
+    _SUMS[dtype](target, second, table, num_sources, numel, divisor)

@@ -27,9 +27,7 @@ _SLICE_NS = 100_000_000
 # About 20 µs of looking costs no more than going to sleep does, if the other side has a core.
 _NUM_SPINS_WITH_CORES = 1000
 _NUM_SPINS_WITHOUT = 20
-_num_own_cores = len(os.sched_getaffinity(0))
-# A launcher that binds every rank to a core of its own leaves one: the others have theirs.
-_NUM_CORES = _num_own_cores if _num_own_cores > 1 else os.cpu_count() or 1
+_NUM_CORES = len(os.sched_getaffinity(0))
 
 
 @atomics.compiled("boolean(int64, uint32)")
@@ -216,6 +214,3 @@ def _num_spins(num_ranks: int, num_cores: int | None) -> int:
     """Looking pays only where every rank has a core: else it keeps a peer from running."""
     num_cores = _NUM_CORES if num_cores is None else num_cores
     return _NUM_SPINS_WITH_CORES if num_ranks <= num_cores else _NUM_SPINS_WITHOUT
-
-
-_NUM_CORES = len(os.sched_getaffinity(0))

@@ -12,6 +12,7 @@ _NUM_THREADS = 512
 _VECTOR_NBYTES = 16
 _KERNELS = {"float32": ("sum_f32", 4), "bfloat16": ("sum_bf16", 2), "float16": ("sum_f16", 2)}
 DEVICE_SUM_DTYPES = tuple(_KERNELS)
+REDUCE_KERNELS = ("pull", *(name for name, _ in _KERNELS.values()))
 
 
 def pull(

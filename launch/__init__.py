@@ -9,6 +9,7 @@ Layers, each importing only what stands below it:
     mpi > mpi_start           the control plane over MPI
     torchrun > store          the control plane over a store of torch: torchrun, srun, a group
     control                   the star of ranks: all-gather, broadcast, barrier, with deadlines
+    votes                     a step that all ranks take or none
     hosts  slurm  environment pure: who sits where, where ranks meet, which rank this is
     failure                   what happens when a rank fails
 

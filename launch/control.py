@@ -65,8 +65,12 @@ class Channel(Protocol):
     def has_left(self, peer: int) -> bool:
         """Say whether the peer has closed its end."""
 
-    def abort(self, message: str) -> NoReturn:
-        """Report the message and end every rank of the job with a non-zero exit code."""
+    def abort(self, message: str, *, secondary: bool = False) -> NoReturn:
+        """Report the message and end every rank of the job with a non-zero exit code.
+
+        Args:
+            secondary: this rank failed only because a peer did.
+        """
 
     def close(self, linger_s: float = 5.0) -> None:
         """Tell the peers that this rank leaves; waits at most ``linger_s`` for sent data to go."""
@@ -316,8 +320,8 @@ class AloneChannel:
     def has_left(self, peer: int) -> bool:
         return False
 
-    def abort(self, message: str) -> NoReturn:
-        report(message, 0, 1)
+    def abort(self, message: str, *, secondary: bool = False) -> NoReturn:
+        report(message, 0, 1, secondary=secondary)
         os._exit(1)
 
     def close(self, linger_s: float = 5.0) -> None:

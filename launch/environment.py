@@ -114,27 +114,28 @@ def _first_that_agrees(environ: Mapping[str, str]) -> Launch:
     elif in_step:
         # Inside a step PMI variables next to Open MPI's describe the daemon that srun started.
         mpi_claims = mpi_claims[:1]
+    mpi_claim = mpi_claims[0] if mpi_claims else None
     for claim in mpi_claims[1:]:
         if not claim.agrees(mpi_claims[0]):
             raise _contradiction(environ, mpi_claims[0], claim)
     if torch_claim is not None:
-        for claim in mpi_claims[:1]:
-            if not torch_claim.agrees(claim) and not _one_agent_each(environ, claim):
-                raise _contradiction(environ, torch_claim, claim)
+        if mpi_claim is not None:
+            agreed = torch_claim.agrees(mpi_claim) or _one_agent_each(environ, mpi_claim)
+            if not agreed:
+                raise _contradiction(environ, torch_claim, mpi_claim)
         if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
             return torch_claim.launch
-        if not mpi_claims and not in_step:
+        if mpi_claim is None and not in_step:
             _require(environ, "torchrun", ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     elif "WORLD_SIZE" in environ:
         stated = _integer(environ, "WORLD_SIZE")
-        for claim in mpi_claims[:1]:
-            if claim.launch.world_size not in (None, stated):
-                shown = _show(environ)
-                raise LaunchError(f"WORLD_SIZE and {claim.who} contradict each other: {shown}")
-        if not mpi_claims and not in_step and stated != 1:
+        if mpi_claim is not None and mpi_claim.launch.world_size not in (None, stated):
+            shown = _show(environ)
+            raise LaunchError(f"WORLD_SIZE and {mpi_claim.who} contradict each other: {shown}")
+        if mpi_claim is None and not in_step and stated != 1:
             _require(environ, "torchrun", ("RANK", "WORLD_SIZE"))
-    if mpi_claims:
-        return mpi_claims[0].launch
+    if mpi_claim is not None:
+        return mpi_claim.launch
     slurm_claim = _slurm(environ)
     if slurm_claim is not None:
         return slurm_claim.launch

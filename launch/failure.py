@@ -17,10 +17,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from tpspan.errors import PeerError
 
@@ -34,7 +33,14 @@ _reporting = threading.Lock()
 _hooks: _Hooks | None = None
 
 
-def install(abort: Callable[[str], NoReturn]) -> None:
+class Abort(Protocol):
+    """Ends the job; a channel's ``abort``."""
+
+    def __call__(self, message: str, *, secondary: bool = False) -> NoReturn:
+        """Report the message and end every rank of the job with a non-zero exit code."""
+
+
+def install(abort: Abort) -> None:
     """Let exceptions that nobody catches, in any thread of this process, call ``abort``."""
     global _hooks
     if _hooks is not None:
@@ -42,14 +48,16 @@ def install(abort: Callable[[str], NoReturn]) -> None:
     _hooks = _Hooks(abort)
 
 
-def report(message: str, rank: int, world_size: int) -> None:
+def report(message: str, rank: int, world_size: int, *, secondary: bool = False) -> None:
     """Print a rank's last words and leave them where launchers look; returns once, ever.
 
     Only the first thread of a process to get here reports; others wait for the process to end.
+
+    Args:
+        secondary: it failed only because a peer did.
     """
     _reporting.acquire()
     threading.Thread(target=_exit_later, daemon=True).start()
-    secondary = PeerError.__name__ in message.rstrip().rsplit("\n", 1)[-1].partition(":")[0]
     _write_for_tpspan_run(message, rank, secondary)
     _write_for_torchrun(message)
     sys.stdout.flush()
@@ -86,7 +94,7 @@ def _write(path: Path, record: dict[str, object]) -> None:
 
 
 class _Hooks:
-    def __init__(self, abort: Callable[[str], NoReturn]) -> None:
+    def __init__(self, abort: Abort) -> None:
         self._abort = abort
         # A forked child that fails is its parent's affair, not the whole job's end.
         self._pid = os.getpid()
@@ -109,18 +117,20 @@ class _Hooks:
         if os.getpid() != self._pid:
             self._former_hook(kind, error, tb)
             return
-        if issubclass(kind, PeerError):
-            time.sleep(SECONDARY_WAIT_S)
         if issubclass(kind, KeyboardInterrupt):
             self._abort("KeyboardInterrupt")
-        self._abort("".join(traceback.format_exception(kind, error, tb)))
+        self._end("".join(traceback.format_exception(kind, error, tb)), error)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         if os.getpid() != self._pid or args.exc_value is None or args.exc_type is SystemExit:
             self._former_thread_hook(args)
             return
         name = "?" if args.thread is None else args.thread.name
-        if issubclass(args.exc_type, PeerError):
-            time.sleep(SECONDARY_WAIT_S)
         text = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-        self._abort(f"in thread {name}:\n{''.join(text)}")
+        self._end(f"in thread {name}:\n{''.join(text)}", args.exc_value)
+
+    def _end(self, message: str, error: BaseException) -> NoReturn:
+        secondary = isinstance(error, PeerError)
+        if secondary:
+            time.sleep(SECONDARY_WAIT_S)
+        self._abort(message, secondary=secondary)

@@ -87,8 +87,8 @@ class MpiChannel:
             self._pump()
             return peer in self._left
 
-    def abort(self, message: str) -> NoReturn:
-        failure.report(message, self.rank, self.world_size)
+    def abort(self, message: str, *, secondary: bool = False) -> NoReturn:
+        failure.report(message, self.rank, self.world_size, secondary=secondary)
         self._mpi.COMM_WORLD.Abort(1)
         # Open MPI does not return from there; MPICH does, and is killed by its launcher.
         time.sleep(failure.SECONDARY_WAIT_S)

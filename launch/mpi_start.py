@@ -82,7 +82,8 @@ def _give_up(launch: Launch, timeout_s: float) -> None:
     what = f"did not come to tpspan.init within {timeout_s:g} s (MPI_Init waits for them)"
     error = PeerError(missing, what) if missing else f"some ranks {what}"
     message = f"{PeerError.__module__}.{PeerError.__name__}: {error}"
-    failure.report(message, launch.rank, launch.world_size or launch.rank + 1)
+    world_size = launch.world_size or launch.rank + 1
+    failure.report(message, launch.rank, world_size, secondary=True)
     os._exit(1)
 
 

@@ -7,17 +7,17 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from tpspan.errors import CollectiveMismatch, LaunchError, PeerError
+from tpspan.errors import CollectiveMismatch, LaunchError
 from tpspan.launch import mpi, torch_group, torchrun
 from tpspan.launch.control import AloneChannel, Channel, StarControl
 from tpspan.launch.environment import Launch, detect
 from tpspan.launch.hosts import Member, deal_gpus, num_threads, on_host_of, this_member
+from tpspan.launch.votes import together
 from tpspan.launch.world import Facts, World
 from tpspan.memory.cuda import CudaDriver, cuda_device_count, device_uuid
 from tpspan.memory.driver import Driver
@@ -63,7 +63,7 @@ def init(
     printed last.
 
     Args:
-        backend: ``cuda``, ``host``, or ``auto``: CUDA if there is a GPU.
+        backend: ``cuda``, ``host`` (the CPU), or ``auto``: CUDA if there is a GPU.
         timeout_s: the deadline of collective calls that give none, this one included.
         share_device: let several ranks share a GPU where there are more ranks than GPUs; so does
             ``TPSPAN_SHARE_DEVICE=1``.
@@ -78,10 +78,10 @@ def init(
         ValueError: an argument has no such value.
     """
     global _default, _pid
-    if _default is not None and not _default.closed:
+    if _default is not None and not _default.is_closed:
         raise LaunchError("init was called already: use tpspan.world(), or close that world first")
     if backend not in ("auto", "cuda", "host"):
-        raise ValueError(f"backend={backend!r}: expected 'auto', 'cuda' or 'host'")
+        raise ValueError(f"backend={backend!r}: expected 'auto', 'cuda' or 'host' (the CPU)")
     if timeout_s <= 0:
         raise ValueError(f"timeout_s={timeout_s} must be positive")
     share_device = share_device or os.environ.get(SHARE_DEVICE_VARIABLE, "0") not in ("", "0")
@@ -103,7 +103,7 @@ def world() -> World:
     Raises:
         LaunchError: ``init`` was not called, or its world is closed.
     """
-    if _default is None or _default.closed:
+    if _default is None or _default.is_closed:
         raise LaunchError("there is no world: call tpspan.init() first, on every rank")
     return _default
 
@@ -174,8 +174,9 @@ def _open_driver(
     use_cuda = request.backend == "cuda" or (
         request.backend == "auto" and any(member.gpus for member in members)
     )
+    what = "opening the memory driver"
     if not use_cuda:
-        return _vote(control, HostDriver), members
+        return together(what, control.rank, HostDriver, control.all_gather), members
     indices = deal_gpus(members, share_device=request.share_device)
     members = [
         replace(member, gpu=member.gpus[index])
@@ -187,26 +188,7 @@ def _open_driver(
         torch.cuda.set_device(index)
         return CudaDriver(index)
 
-    return _vote(control, open_cuda), members
-
-
-def _vote(control: StarControl, make: Callable[[], Driver]) -> Driver:
-    """Collective. Make the driver on every rank, or raise on every rank."""
-    driver, problem = None, None
-    try:
-        driver = make()
-    except Exception as error:
-        problem = error
-    problems = control.all_gather(
-        None if problem is None else f"{type(problem).__name__}: {problem}"
-    )
-    failed = {rank: text for rank, text in enumerate(problems) if text is not None}
-    if problem is not None:
-        raise problem
-    if driver is None or failed:
-        what = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-        raise PeerError(failed, f"could not open the memory driver ({what})")
-    return driver
+    return together(what, control.rank, open_cuda, control.all_gather), members
 
 
 @atexit.register

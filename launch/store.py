@@ -69,17 +69,17 @@ class StoreChannel:
         chunks = [data[at : at + CHUNK_NBYTES] for at in range(0, len(data), CHUNK_NBYTES)]
         keys = [key, *(f"{key}+{index}" for index in range(1, len(chunks)))]
         # The first chunk goes last: once it is there, all are.
-        for chunk_key, chunk in list(zip(keys[1:], chunks[1:], strict=True))[::-1]:
-            self._call(lambda k=chunk_key, c=chunk: self._store.set(k, c))  # type: ignore[misc]
+        for chunk_key, chunk in zip(keys[1:], chunks[1:], strict=True):
+            self._call(self._store.set, chunk_key, chunk)
         head = len(keys).to_bytes(4, "little") + (chunks[0] if chunks else b"")
-        self._call(lambda: self._store.set(key, head))  # type: ignore[arg-type]
+        self._call(self._store.set, key, head)
         self._sent[(peer, tag.context)] = keys
         self._advance("out", peer, tag, number)
 
     def poll(self, peer: int, tag: Tag) -> bytes | None:
         number = self._number("in", peer, tag)
         key = self._key(peer, self.rank, tag, number)
-        if not self._call(lambda: self._store.check([key])):
+        if not self._call(self._store.check, [key]):
             return None
         head = self._take(key)
         rest = [self._take(f"{key}+{at}") for at in range(1, int.from_bytes(head[:4], "little"))]
@@ -88,15 +88,15 @@ class StoreChannel:
 
     def retract(self, peer: int, tag: Tag) -> None:
         for key in self._sent.pop((peer, tag.context), []):
-            self._call(lambda k=key: self._store.delete_key(k))  # type: ignore[misc]
+            self._call(self._store.delete_key, key)
 
     def flush(self, limit_s: float) -> None:
         pass
 
     def has_left(self, peer: int) -> bool:
-        return bool(self._call(lambda: self._store.check([f"{self._prefix}/left/{peer}"])))
+        return bool(self._call(self._store.check, [f"{self._prefix}/left/{peer}"]))
 
-    def abort(self, message: str) -> NoReturn:
+    def abort(self, message: str, *, secondary: bool = False) -> NoReturn:
         key = f"{self._prefix}/abort"
         try:
             if self._store.check([key]):
@@ -106,7 +106,7 @@ class StoreChannel:
             self._store.set(key, str(self.rank))
         except RuntimeError:
             pass
-        failure.report(message, self.rank, self.world_size)
+        failure.report(message, self.rank, self.world_size, secondary=secondary)
         self._give_others_time()
         if self.world_size > 1:
             self._end_job()
@@ -161,13 +161,13 @@ class StoreChannel:
         self._numbers[(way, peer, tag.context)] = (tag.sequence, number + 1)
 
     def _take(self, key: str) -> bytes:
-        value = self._call(lambda: self._store.get(key))
-        self._call(lambda: self._store.delete_key(key))
+        value = self._call(self._store.get, key)
+        self._call(self._store.delete_key, key)
         return value
 
-    def _call(self, call: Callable[[], T]) -> T:
+    def _call(self, call: Callable[..., T], *arguments: object) -> T:
         try:
-            return call()
+            return call(*arguments)
         except RuntimeError as error:
             what = f"the store of the control plane is gone ({str(error).splitlines()[0]})"
             raise PeerError([0], what) from error

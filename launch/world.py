@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import threading
 import traceback
@@ -13,9 +12,10 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from tpspan.errors import ClosedError, CollectiveMismatch
+from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
 from tpspan.launch.control import Channel, Control, StarControl
 from tpspan.launch.hosts import Member, domain_of, on_host_of, shares_gpu
+from tpspan.memory.closing import close_each
 from tpspan.memory.driver import Driver
 
 
@@ -73,7 +73,6 @@ class World:
         self._control = control
         self._ranks = tuple(ranks)
         self._members = tuple(members)
-        self._facts = facts
         self._resources: dict[str, Closable] = {}
         self._subsets: list[World] = []
         self._attempts: dict[tuple[int, ...], int] = {}
@@ -102,7 +101,7 @@ class World:
         return self._control
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether ``close`` was called."""
         return self._closed
 
@@ -174,10 +173,14 @@ class World:
 
     def abort(self, error: BaseException) -> NoReturn:
         """Print the error's traceback and end every rank of the job with a non-zero exit code."""
-        self._channel.abort("".join(traceback.format_exception(error)))
+        text = "".join(traceback.format_exception(error))
+        self._channel.abort(text, secondary=isinstance(error, PeerError))
 
     def close(self) -> None:
-        """Close what the world owns, the last made first; idempotent, and waits for no other rank.
+        """Close what the world owns, the last made first; idempotent.
+
+        The other ranks need not call. This rank waits until what it sent has gone, and one that
+        serves the store until the others have left: at most 5 s, and not after a failed call.
 
         Raises:
             Exception: the first failure of a resource's ``close``, after all were tried.
@@ -186,12 +189,8 @@ class World:
             if self._closed:
                 return
             self._closed = True
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._on_close)
-            for resource in self._resources.values():
-                stack.callback(resource.close)
-            for subset in self._subsets:
-                stack.callback(subset.close)
+        owned: list[Closable] = [*self._resources.values(), *self._subsets]
+        close_each([*(one.close for one in reversed(owned)), self._on_close])
 
     def __enter__(self) -> World:
         self._check_open()

@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--backend", help="only this backend: host or cuda")
     group.addoption("--launcher", help="only this launcher: mpirun or torchrun")
     group.addoption("--sizes", help="only these numbers of ranks, such as 1,2,4")
+    group.addoption("--slow", action="store_true", help="the tests marked slow, too")
 
 
 def _has_gpu() -> bool:
@@ -59,8 +60,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests without ranks first; then group by group, so that each group starts once."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests without ranks first; then group by group, so that each group starts once.
+
+    Slow tests are left out, unless they are asked for by ``--slow``, by ``-m`` or by name.
+    """
+    by_name = any("::" in argument for argument in config.invocation_params.args)
+    if not (config.option.slow or "slow" in config.option.markexpr or by_name):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if item not in slow]
+        config.hook.pytest_deselected(items=slow)
 
     def key(item: pytest.Item) -> tuple[bool, Config]:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}

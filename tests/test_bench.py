@@ -224,7 +224,6 @@ def bench(*words: str, expect: int = 0) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_two_ranks_measure_and_report_everything(launcher: str, tmp_path: Path) -> None:
     if reason := missing_launcher(launcher):

@@ -59,8 +59,8 @@ class MemoryChannel:
     def has_left(self, peer: int) -> bool:
         return peer in self.post.left
 
-    def abort(self, message: str) -> NoReturn:
-        raise SystemExit(message)
+    def abort(self, message: str, *, secondary: bool = False) -> NoReturn:
+        raise SystemExit((message, secondary))
 
     def close(self, linger_s: float = 5.0) -> None:
         self.post.left.add(self.rank)
@@ -342,12 +342,43 @@ def test_resources_are_made_once_and_closed_in_reverse() -> None:
         world.close()
     assert closed == ["c", "b", "a"]
     world.close()
-    assert world.closed
+    assert world.is_closed
     for call in (lambda: world.control, lambda: world.resource("a", make_b)):
         with pytest.raises(ClosedError):
             call()
     with pytest.raises(ClosedError):
         world.subset([0])
+
+
+def test_closing_raises_the_first_failure() -> None:
+    """A resource is closed before what it stands on; what happens there is a consequence."""
+
+    class Fails:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            raise OSError(f"{self.name} does not close")
+
+    world = world_of(StarControl(MemoryChannel(Post(), 0, 1), [0], "world", 1.0))
+    for name in ("below", "above"):
+        world.resource(name, lambda world, name=name: Fails(name))  # type: ignore[misc]
+    with pytest.raises(OSError, match="above does not close"):
+        world.close()
+    assert world.is_closed
+
+
+@pytest.mark.parametrize(
+    ("error", "secondary"),
+    [(PeerError([1], "is\ngone"), True), (ValueError("PeerError: x"), False)],
+)
+def test_a_world_aborts_with_the_traceback(error: Exception, secondary: bool) -> None:
+    world = world_of(StarControl(MemoryChannel(Post(), 0, 1), [0], "world", 1.0))
+    with pytest.raises(SystemExit) as caught:
+        world.abort(error)
+    message, said = caught.value.args[0]
+    assert str(error) in message
+    assert said == secondary
 
 
 @settings(max_examples=15, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ class FakeSignals:
 
 
 def fence(streams: list[FakeStream], signals: FakeSignals, timeout_s: float = 10.0) -> Fence:
-    return Fence(streams, signals, 3, timeout_s)  # type: ignore[arg-type]
+    world = SimpleNamespace(rank=3, timeout_s=timeout_s)
+    return Fence(None, streams, signals, world)  # type: ignore[arg-type]
 
 
 def test_a_fence_of_no_stream_is_passed_at_once() -> None:

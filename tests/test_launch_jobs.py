@@ -367,7 +367,10 @@ def test_one_world_at_a_time(no_launcher: None) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [({"backend": "tpu"}, "backend='tpu'"), ({"timeout_s": -1.0}, "must be positive")],
+    [
+        ({"backend": "cpu"}, r"backend='cpu': expected 'auto', 'cuda' or 'host' \(the CPU\)"),
+        ({"timeout_s": -1.0}, "must be positive"),
+    ],
 )
 def test_bad_arguments(arguments: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):

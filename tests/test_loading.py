@@ -166,6 +166,20 @@ def test_a_failure_on_one_rank_fails_on_all(ranks: Ranks, files: Files, tmp_path
     ranks.run("bodies.models:different_files", paths=paths)
 
 
+@PAIR
+def test_a_failure_halfway_leaves_undefined_parameters_and_says_so(
+    ranks: Ranks, files: Files
+) -> None:
+    """Invariant 4, as far as it can be kept: all ranks raise."""
+    body = "bodies.models:reading_fails_halfway_on_one_rank"
+    first, second = ranks.run(body, path=str(files.single), kind="checkpoint")
+    wanted = "reading failed halfway, so the parameters are undefined: out of luck"
+    assert (first, second) == (f"on rank 1: {wanted}", wanted)
+    first, second = ranks.run(body, path=str(files.single), kind="other")
+    assert second == "out of luck"
+    assert "rank 1" in first and "left the parameters undefined: RuntimeError" in first
+
+
 def test_a_private_module_is_loaded_too(files: Files) -> None:
     module = TinyLlama()
     report = load_weights(module, files.gguf, progress=False)

@@ -84,6 +84,20 @@ def test_four_ranks_answer_from_one_copy(ranks: Ranks) -> None:
     assert 1.0 <= float(ratio[1]) <= 1.05
 
 
+def test_the_demo_refuses_contradictory_launchers_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tpspan.tools import demo
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert demo.main(["-n", "2"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("tpspan demo: torchrun's variables are incomplete")
+    assert printed.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("model", "wanted"),
     [("/nowhere", "neither a GGUF file nor a directory"), ("cut.gguf", "cannot be used by")],

@@ -74,6 +74,12 @@ def test_closing_leaves_nothing_dangling(ranks: Ranks) -> None:
     ranks.run("bodies.models:a_copy_is_private")
 
 
+@pytest.mark.ranks(2, 3, launchers=("mpirun",))
+def test_an_error_inside_with_asks_no_other_rank(ranks: Ranks) -> None:
+    ranks.run("bodies.models:an_error_inside_with_asks_no_other_rank")
+    ranks.run("bodies.models:an_error_inside_with_leaves_views_alone")
+
+
 def test_one_parameter_under_several_names_is_one_region() -> None:
     module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     module["b"].weight = module["a"].weight

@@ -25,6 +25,12 @@ def test_a_deadline_for_one_call(ranks: Ranks) -> None:
     ranks.run("bodies.peers:short_timeout", victim=0)
 
 
+@pytest.mark.ranks(2, 3, launchers=("mpirun",))
+def test_a_rank_that_comes_late_does_not_go_on_alone(ranks: Ranks) -> None:
+    """Invariant 4: a call fails on all ranks or on none."""
+    ranks.run("bodies.peers:late")
+
+
 @pytest.mark.ranks(3)
 def test_a_killed_rank_is_known_soon_and_its_shard_stays(ranks: Ranks) -> None:
     """Invariants 9 and 11: its memory outlives it."""

@@ -16,7 +16,8 @@ from torch.distributed import ReduceOp
 import tpspan.distributed as dist
 from bodies.common import failure, finish, gather, short_lived
 from tpspan.distributed import host_group, requests
-from tpspan.errors import CollectiveMismatch, PeerError
+from tpspan.distributed.journal import Journal
+from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
 from tpspan.launch.world import World
 from tpspan.spans import Span
 
@@ -291,7 +292,7 @@ def write_after_read(world: World, guarded: bool = True) -> list[bool]:
         out = torch.zeros(size, 1000)
         x = torch.zeros(1000)
         dist.all_gather_into_tensor(out, x, group)
-        pull, half = host_group.host_pull, host_group.HostGroup._next_half
+        pull, turn_of = host_group.host_pull, host_group.HostGroup._next_buffer
 
         def slow(*arguments: int) -> None:
             time.sleep(0.3)
@@ -299,8 +300,8 @@ def write_after_read(world: World, guarded: bool = True) -> list[bool]:
 
         right = []
         try:
-            if not guarded:  # one half for all steps
-                host_group.HostGroup._next_half = lambda self: 0  # type: ignore[method-assign]
+            if not guarded:  # one buffer for all steps
+                host_group.HostGroup._next_buffer = lambda self: 0  # type: ignore[method-assign]
             if group.rank == 0:
                 host_group.host_pull = slow
             start = time.monotonic()
@@ -311,7 +312,7 @@ def write_after_read(world: World, guarded: bool = True) -> list[bool]:
             waited_s = time.monotonic() - start
         finally:
             host_group.host_pull = pull
-            host_group.HostGroup._next_half = half  # type: ignore[method-assign]
+            host_group.HostGroup._next_buffer = turn_of  # type: ignore[method-assign]
         assert waited_s > 0.25 or not guarded, "a writer was let in before the slow reader left"
     return right
 
@@ -439,3 +440,29 @@ def words_agree(world: World) -> None:
     """Codes of dtypes are the same on all ranks."""
     codes = gather(world, [str(dtype) for dtype in requests.DTYPES])
     assert all(each == codes[0] for each in codes)
+
+
+def journal_finds(world: World) -> None:
+    """Invariant 3 without waiting: whoever comes last finds a difference, the others later."""
+    size = world.world_size
+    with group_of(world) as group:
+        journal = Journal(group)
+        last = size - 1
+        barrier = requests.words(requests.Operation.BARRIER)
+        other = requests.words(requests.Operation.BROADCAST, torch.int8, 4)
+        for _ in range(5000):  # more than its ring holds
+            journal.note(barrier)
+        world.control.barrier()
+        if group.rank < last:
+            journal.note(barrier)
+        world.control.barrier()
+        if group.rank == last and size > 1:
+            error = failure(lambda: journal.note(other))
+            assert isinstance(error, CollectiveMismatch)
+            assert "broadcast of 4 bytes" in error.requests[last]  # type: ignore[operator]
+        world.control.barrier()
+        if group.rank < last:
+            assert isinstance(failure(lambda: journal.note(barrier)), CollectiveMismatch)
+        world.control.barrier()
+        journal.close()
+        assert isinstance(failure(lambda: journal.note(barrier)), ClosedError)

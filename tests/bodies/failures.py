@@ -196,7 +196,7 @@ def lost_mapping(world: World, victim: int, view: bool) -> None:
                 watch.fail(nth, count=100)
             error = failure(span.swap, 0, PAGE, after=span.fence())
             check_all_raised(world, victim, error)
-        again = failure(span.swap, 0, PAGE, after=SteadyFence())
+        again = failure(span.swap, 0, PAGE, after=SteadyFence(span))
         if world.rank == victim:
             assert isinstance(again, ClosedError), again
             assert "lost a mapping in a failed remap" in str(again)
@@ -212,6 +212,9 @@ def lost_mapping(world: World, victim: int, view: bool) -> None:
 
 
 class SteadyFence:
+    def __init__(self, span: Span) -> None:
+        self.of = span._streams
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Nothing uses the span."""
 

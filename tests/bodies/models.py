@@ -16,7 +16,8 @@ from torch import nn
 
 from bodies.model_files import Everything, tiny_llama_on_meta
 from tpspan import CheckpointError, CollectiveMismatch, InUseError, PeerError, World
-from tpspan.parallel import SharedParameters, load_weights, share_parameters
+from tpspan.parallel import SharedParameters, load_weights, loading, share_parameters
+from tpspan.parallel.checkpoint import open_checkpoint
 
 PAGE = 2 << 20
 
@@ -200,7 +201,7 @@ def load_everything(world: World, path: str, read_only: bool = False) -> int:
         module = Everything()
     shared = share_parameters(module, world, buffers=True, read_only=read_only)
     report = load_weights(module, path)
-    assert shared.frozen == read_only
+    assert shared.is_frozen == read_only
     assert_same(module, everything(0).state_dict(), world)
     if read_only:
         with pytest.raises(CheckpointError, match="read-only"):
@@ -278,7 +279,7 @@ def a_write_to_frozen_parameters_fails(world: World) -> None:
     """Invariant 12: the writer dies, the data does not change."""
     module = nn.Linear(8, 8)
     shared = share_parameters(module, world, read_only=True)
-    assert shared.frozen
+    assert shared.is_frozen
     before = module.weight.detach().clone()
     child = os.fork()
     if child == 0:
@@ -311,6 +312,71 @@ def close_waits_for_other_tensors(world: World) -> None:
     assert module.weight.data_ptr() != view.data_ptr()
     del view
     shared.close()
+
+
+def an_error_inside_with_asks_no_other_rank(world: World) -> None:
+    """Rank 0 leaves the block with an error while the others wait for it elsewhere."""
+    module = everything(0)
+    with pytest.raises(KeyError, match="mine"), share_parameters(module, world) as shared:
+        if world.rank != 0:
+            world.control.barrier()
+        raise KeyError("mine")
+    if world.rank == 0:
+        world.control.barrier()
+    assert shared.span.is_closed
+    with pytest.raises(ValueError, match="closed"):
+        shared.freeze()
+    assert_same(module, everything(0).state_dict(), world)
+
+
+def an_error_inside_with_leaves_views_alone(world: World) -> None:
+    """A view that somebody keeps stays what it was, and the span can be closed later."""
+    module = nn.Linear(8, 8)
+    with pytest.raises(KeyError, match="mine"), share_parameters(module, world) as shared:
+        kept = module.weight.detach()
+        wanted = kept.clone()
+        raise KeyError("mine")
+    assert not shared.span.is_closed
+    assert torch.equal(kept, wanted)
+    assert module.weight.data_ptr() != kept.data_ptr()
+    meet(world)
+    del kept
+    shared.close()
+    assert shared.span.is_closed
+
+
+def reading_fails_halfway_on_one_rank(world: World, path: str, kind: str) -> str:
+    """A damaged checkpoint is that on all ranks, another failure is the rank's own."""
+    module = tiny_llama_on_meta()
+    shared = share_parameters(module, world)
+    odd = world.rank == world.world_size - 1
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("out of luck")
+
+    def opened(path: str, names: list[str]) -> object:
+        found = open_checkpoint(path, names)
+        if odd and kind == "checkpoint":
+            vars(found)["read"] = fail
+        return found
+
+    wanted: dict[tuple[str, bool], type[Exception]] = {
+        ("checkpoint", True): CheckpointError,
+        ("checkpoint", False): CheckpointError,
+        ("other", True): RuntimeError,
+        ("other", False): PeerError,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "open_checkpoint", opened)
+        if odd and kind == "other":
+            patch.setattr(loading, "box_shape", fail)
+        with pytest.raises(wanted[kind, odd], match="out of luck") as caught:
+            load_weights(module, path)
+    text = str(caught.value)
+    del caught
+    load_weights(module, path)
+    shared.close()
+    return text
 
 
 def a_dropped_module_is_not_copied(world: World) -> None:

@@ -64,6 +64,22 @@ def short_timeout(world: World, victim: int) -> None:
         world.control.barrier()
 
 
+def late(world: World) -> None:
+    """Who comes after the others gave up fails in the same call, and does not go on alone."""
+    with short_lived(world, 30.0) as inner:
+        span = Span.allocate(inner, (world.world_size, 4), torch.uint8)
+        if world.rank == 1:
+            time.sleep(1.0)
+        error = failure(lambda: span.host_barrier(timeout_s=0.4 if world.rank != 1 else 10.0))
+        assert isinstance(error, PeerError), error
+        if world.rank == 1:
+            assert "gave up" in str(error)
+        else:
+            assert error.ranks == (1,)
+        span.close(force=True)
+        world.control.barrier()
+
+
 def killed(world: World, victim: int) -> dict[str, float]:
     """Survivors find its memory bit for bit (invariant 11). Return how soon they knew."""
     shape = (8 * world.world_size, PAGE // 4)
@@ -80,7 +96,7 @@ def killed(world: World, victim: int) -> dict[str, float]:
     error = failure(lambda: Span.allocate(world, (1,), torch.uint8))
     assert isinstance(error, PeerError), error
     assert error.ranks == (victim,), error
-    assert "process ended" in str(error)
+    assert "left the world, or ended" in str(error)
     known_s = time.monotonic() - start
     if world.backend == "host":
         error = failure(span.barrier)

@@ -146,6 +146,7 @@ def misused(world: World) -> None:
             (lambda: span.remap_many([(0, block), (PAGE, block)], after=fence), "two offsets"),
             (lambda: span.remap_many([(0, block), (0, block)], after=fence), "named twice"),
             (lambda: span.swap(0, 0, after=fence), "named twice"),
+            (lambda: span.swap(0, PAGE, after=other.fence()), "fence is one of another span"),
             (lambda: span.remap(0, foreign, after=fence), "does not belong to this span"),
             (lambda: span.remap(0, large, after=fence), "does not fit offset 0"),
             (lambda: span.remap(PAGE // 2, block, after=fence), "no block begins at offset"),
@@ -194,7 +195,8 @@ def disagreed(world: World) -> None:
 class SlowFence:
     """A fence that is still in use on one rank for a while."""
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, span: Span, wait_s: float) -> None:
+        self.of = span._streams
         self.wait_s = wait_s
         self.passed_s = 0.0
 
@@ -207,7 +209,7 @@ def fenced(world: World, slow: int) -> None:
     """One rank still uses the range: no rank unmaps before that rank's host has waited."""
     with striped(world) as span:
         mark(span)
-        fence = SlowFence(0.3 if world.rank == slow else 0.0)
+        fence = SlowFence(span, 0.3 if world.rank == slow else 0.0)
         with FaultyDriver(world.driver) as watch:
             span.swap(0, PAGE, after=fence)  # type: ignore[arg-type]
             first = min(call.start_s for call in watch.named("unmap"))
@@ -227,7 +229,7 @@ def late_fence(world: World, slow: int) -> None:
     with striped(world) as span:
         mark(span)
         before = span.blocks
-        fence = Late(0.0) if world.rank == slow else span.fence()
+        fence = Late(span, 0.0) if world.rank == slow else span.fence()
         error = failure(lambda: span.swap(0, PAGE, after=fence))  # type: ignore[arg-type]
         assert isinstance(error, PeerError), error
         assert error.ranks == (slow,)

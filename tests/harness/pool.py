@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.group import END_S, Group, Outcome
+from harness.group import END_S, GRACE_S, Group, Outcome
 from harness.launchers import Config
 from harness.messages import Report, Run
 
@@ -75,14 +75,22 @@ class Ranks:
         return self.config.launcher
 
     def run(
-        self, body: str, /, *, deadline_s: float = DEADLINE_S, leaks: bool = True, **kwargs: Any
+        self,
+        body: str,
+        /,
+        *,
+        deadline_s: float = DEADLINE_S,
+        grace_s: float = GRACE_S,
+        leaks: bool = True,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call ``body`` ("package.module:function") on every rank of the long-lived group.
 
         Every rank calls ``function(world, **kwargs)``; the values come back in the order of the
         ranks. With ``leaks`` the body must give back what it took. What a library keeps from its
         first use on is told from a leak by running the body again: only what grows by both runs
-        counts. A group in which a rank raised, hung or died is not used again.
+        counts. A group in which a rank raised, hung or died is not used again; the peers of such a
+        rank have ``grace_s`` to notice.
 
         Raises:
             RankFailure: with each rank's traceback, or its stacks if it hung.
@@ -91,7 +99,8 @@ class Ranks:
         group = self._pool.group(self.config)
         request = Run(body, kwargs, deadline_s)
         files = group.socket_files()
-        outcome = _checked(group, body, group.call(request, deadline_s=deadline_s))
+        answers = group.call(request, deadline_s=deadline_s, grace_s=grace_s)
+        outcome = _checked(group, body, answers)
         growth = _growth(group, body, files)
         if leaks and growth:
             files = group.socket_files()

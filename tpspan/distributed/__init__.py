@@ -4,31 +4,57 @@ What is not here is torch's own: ``import tpspan.distributed as dist`` in place 
 ``import torch.distributed as dist`` is the whole change.
 
 From the bottom: ``requests`` and ``counts`` are words and counts; ``reductions`` is arithmetic;
-``work`` is what a call without waiting returns; ``steps`` is how ranks meet; ``host_group`` and
-``cuda_group`` carry calls out on one kind of device; ``store_world`` and ``groups`` find the ranks;
-``calls`` checks arguments; ``collectives`` and ``process_group`` are what programs see.
+``work`` is what a call without waiting returns; ``steps`` is how ranks meet on the host;
+``buffers``, ``fused`` and ``journal`` are how they do on a stream; ``host_group`` and
+``cuda_group`` carry calls out on one kind of device, with ``host_reduce`` and ``cuda_reduce``;
+``domains`` does so between hosts; ``store_world`` and ``groups`` find the ranks; ``calls`` checks
+arguments, with ``tensors``; ``collectives`` and ``process_group``, over its ``inner`` backends, are
+what programs see.
+
+Importing this makes ``init_process_group("tpspan")`` known to torch, and nothing else: the rest is
+imported at its first use, so that torch can find the backend by its entry point at no cost.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as _torch
 
-from tpspan.distributed.collectives import (
-    all_gather,
-    all_gather_into_tensor,
-    all_gather_object,
-    all_gather_single,
-    all_reduce,
-    barrier,
-    broadcast,
-    reduce_scatter,
-    reduce_scatter_single,
-    reduce_scatter_tensor,
-)
-from tpspan.distributed.counts import Stats, stats
-from tpspan.distributed.process_group import SpanProcessGroup, register
+from tpspan.distributed.registration import register
+
+if TYPE_CHECKING:
+    from tpspan.distributed.collectives import (
+        all_gather,
+        all_gather_into_tensor,
+        all_gather_object,
+        all_gather_single,
+        all_reduce,
+        barrier,
+        broadcast,
+        reduce_scatter,
+        reduce_scatter_single,
+        reduce_scatter_tensor,
+    )
+    from tpspan.distributed.counts import Stats, stats
+    from tpspan.distributed.process_group import SpanProcessGroup
+
+_HOME = {
+    "all_gather": "collectives",
+    "all_gather_into_tensor": "collectives",
+    "all_gather_object": "collectives",
+    "all_gather_single": "collectives",
+    "all_reduce": "collectives",
+    "barrier": "collectives",
+    "broadcast": "collectives",
+    "reduce_scatter": "collectives",
+    "reduce_scatter_single": "collectives",
+    "reduce_scatter_tensor": "collectives",
+    "Stats": "counts",
+    "stats": "counts",
+    "SpanProcessGroup": "process_group",
+}
 
 __all__ = [
     "SpanProcessGroup",
@@ -47,12 +73,17 @@ __all__ = [
     "stats",
 ]
 
-register()
-
 
 def __getattr__(name: str) -> Any:
-    return getattr(_torch, name)
+    if name not in _HOME:
+        return getattr(_torch, name)
+    value = getattr(importlib.import_module(f"tpspan.distributed.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(_torch)})
+    return sorted({*globals(), *__all__, *dir(_torch)})
+
+
+register()

@@ -18,8 +18,7 @@ import torch
 from tpspan.distributed.domains import DomainsGroup
 from tpspan.distributed.groups import Engine, GatheringEngine, Group
 from tpspan.distributed.requests import check_reduction, reduction_of
-from tpspan.spans.allocation import OpenSpans
-from tpspan.spans.span import Span
+from tpspan.distributed.tensors import alike, offset_in_span, readable, writable
 
 WRONG_SIZE = "output tensor size must be equal to world_size times input tensor size"
 WRONG_DTYPE = "output tensor must have the same type as input tensor"
@@ -37,18 +36,18 @@ def all_gather_single(
     engine = _gathering_engine(group, piece, output)
     if engine is None:
         return NotImplemented
-    output, piece = _alike(output, piece)
+    output, piece = alike(output, piece)
     if output.dtype != piece.dtype:
         raise _refused(engine, TypeError(WRONG_DTYPE))
     if output.numel() != piece.numel() * group.size:
         raise _refused(engine, ValueError(WRONG_SIZE))
     if output.device != piece.device:
         raise _refused(engine, ValueError(_devices(output, piece)))
-    source, target = _readable(piece), _writable(output)
+    source, target = readable(piece), writable(output)
     nbytes = source.numel() * source.element_size()
     is_own_part = nbytes and source.data_ptr() == target.data_ptr() + group.rank * nbytes
     if is_own_part and not isinstance(engine, DomainsGroup):
-        mapped, offset = engine, _offset_in_span(engine, target)
+        mapped, offset = engine, offset_in_span(engine, target)
         if offset is not None:
             at = offset
             return mapped.run(lambda: mapped.all_gather_in_place(target, at), [output], async_op)
@@ -76,7 +75,7 @@ def all_gather(
     if len(outputs) != group.size:
         error = ValueError(f"tensor_list must have {group.size} tensors, not {len(outputs)}")
         raise _refused(engine, error)
-    pairs = [_alike(output, piece) for output in outputs]
+    pairs = [alike(output, piece) for output in outputs]
     outputs, piece = [output for output, _ in pairs], pairs[group.rank][1]
     if any(output.dtype != piece.dtype for output in outputs):
         raise _refused(engine, TypeError(WRONG_DTYPE))
@@ -86,7 +85,7 @@ def all_gather(
             f"tensor, not {outputs[group.rank].numel()}"
         )
         raise _refused(engine, error)
-    source, targets = _readable(piece), [_writable(output) for output in outputs]
+    source, targets = readable(piece), [writable(output) for output in outputs]
 
     def call() -> None:
         engine.all_gather_list(targets, source)
@@ -104,7 +103,7 @@ def broadcast(group: Group, tensor: torch.Tensor, root: int, async_op: bool) -> 
         return NotImplemented
     if not 0 <= root < group.size:
         raise _refused(engine, ValueError(f"there is no rank {root} in a group of {group.size}"))
-    target = _readable(tensor)
+    target = readable(tensor)
 
     def call() -> None:
         engine.broadcast(target, root)
@@ -128,7 +127,7 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: object, async_op: bool) -
         check_reduction("all_reduce", reduction, tensor.dtype)
     except (ValueError, TypeError) as error:
         raise _refused(engine, error) from None
-    target = _readable(tensor)
+    target = readable(tensor)
 
     def call() -> None:
         engine.all_reduce(target, reduction)
@@ -152,7 +151,7 @@ def reduce_scatter_single(
     engine = None if reduction is None else _engine(group, output, whole)
     if engine is None or reduction is None:
         return NotImplemented
-    output, whole = _alike(output, whole)
+    output, whole = alike(output, whole)
     if output.dtype != whole.dtype:
         error = TypeError("input tensor must be the same type as the output tensor")
         raise _refused(engine, error)
@@ -165,7 +164,7 @@ def reduce_scatter_single(
         check_reduction("reduce_scatter", reduction, output.dtype)
     except (ValueError, TypeError) as error:
         raise _refused(engine, error) from None
-    source, target = _readable(whole), _writable(output)
+    source, target = readable(whole), writable(output)
 
     def call() -> None:
         engine.reduce_scatter(target, source, reduction)
@@ -244,46 +243,20 @@ def _gathering_engine(group: Group, *tensors: torch.Tensor) -> GatheringEngine |
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             return None
-    return group.gathering_engine(tensors[0].device)
+    device = tensors[0].device
+    engine = group.gathering_engine(device)
+    if engine is not None and engine.world.device != device:
+        raise ValueError(
+            f"the calls of this group are on {engine.world.device}, not on {device}: call "
+            "torch.cuda.set_device before the group's first call"
+        )
+    return engine
 
 
 def _refused(engine: GatheringEngine, error: Exception) -> Exception:
     """Tell the other ranks, then let the caller raise its own error."""
     engine.run(engine.refuse, [], False)
     return error
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Complex numbers may meet their parts, as in torch."""
-    if one.dtype == other.dtype or one.is_complex() == other.is_complex():
-        return one, other
-    pair = (torch.view_as_real(t) if t.is_complex() else t for t in (one, other))
-    return next(pair), next(pair)
-
-
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, side by side in memory."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its elements lie side by side, otherwise one to be copied from."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _offset_in_span(engine: Engine, tensor: torch.Tensor) -> int | None:
-    """Where in a span of the engine's own world a tensor begins; None if it is an ordinary one."""
-    address = tensor.data_ptr()
-    for span in tuple(OpenSpans.of(engine.world)._spans):
-        if isinstance(span, Span) and not span.is_closed:
-            offset = address - span.base_address
-            if 0 <= offset < span.nbytes:
-                return offset
-    return None
 
 
 def _devices(output: torch.Tensor, given: torch.Tensor) -> str:

@@ -24,6 +24,11 @@ from tpspan.distributed import calls, counts
 from tpspan.distributed.groups import Group, group_rank, resolve
 from tpspan.errors import LaunchError
 
+_NEWER = {
+    "all_gather_into_tensor": "all_gather_single",
+    "reduce_scatter_tensor": "reduce_scatter_single",
+}
+
 
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
@@ -34,7 +39,8 @@ def all_gather_into_tensor(
     """Gather tensors of one size into one, concatenated or stacked along dim 0. Collective.
 
     If the output is a view of a span and the input is this rank's part of that view, nothing is
-    copied: the call is a barrier.
+    copied: the call is a barrier. The output then is the other ranks' own memory: before a rank
+    writes its part again, all of them have to say that they have read it, by a barrier.
 
     Returns:
         A work if ``async_op``, else None.
@@ -228,7 +234,8 @@ def _delegate(operation: str, group: Group) -> Callable[..., Any]:
             "tpspan.init(torch_distributed=True), and give its group"
         )
     counts.count_delegated(operation)
-    function = getattr(torch_distributed, operation)
+    newer = _NEWER.get(operation, operation)
+    function = getattr(torch_distributed, newer, None) or getattr(torch_distributed, operation)
 
     def call(*arguments: Any, **options: Any) -> Any:
         return function(*arguments, group=target, **options)

@@ -6,9 +6,10 @@ Streams. Calls of a group use its buffers in turn, so a stream waits for the str
 before. ``async_op`` runs on a side stream that first waits for the current one; the work's ``wait``
 makes the current stream wait for it.
 
-Who reads in which order: the right neighbour first, then on around. Small pieces are pulled by one
-kernel; large ones, where ranks share a GPU, by the copy engine. None of the kernels here waits for
-another rank: how a stream waits is the affair of ``tpspan.spans.signals``.
+Who reads in which order: the right neighbour first, then on around. Where every rank has a GPU,
+small calls are one launch (``Fused``). Otherwise pieces are pulled by one kernel, or, if they are
+large and ranks share a GPU, by the copy engine, and no kernel waits for another rank: how a stream
+waits is the affair of ``tpspan.spans.signals``.
 
 Reductions. One-shot, for small ones: each rank adds up all vectors. Two-shot: each adds up its
 slice and stages the result where nobody reads its input, then all pull the results. In both the
@@ -30,20 +31,20 @@ import torch
 
 from tpspan.distributed import counts
 from tpspan.distributed.buffers import Buffers
+from tpspan.distributed.cuda_reduce import reduce_over
+from tpspan.distributed.fused import Fused
 from tpspan.distributed.journal import Journal
-from tpspan.distributed.reductions import combine
 from tpspan.distributed.requests import Operation, Reduction, words
 from tpspan.distributed.work import StreamWork
 from tpspan.errors import CaptureError
-from tpspan.kernels.stream_reduce import DEVICE_SUM_DTYPES, device_sum, pull
+from tpspan.kernels.compile import prepare
+from tpspan.kernels.stream_reduce import REDUCE_KERNELS, pull
 from tpspan.launch.world import World
 from tpspan.spans.board import Board
 
 ONE_SHOT_NBYTES = 256 << 10
 _ENGINE_NBYTES = 4 << 20
 _ALIGNMENT = 256
-_VECTOR_NBYTES = 16
-_FAST = {getattr(torch, name): name for name in DEVICE_SUM_DTYPES}
 
 
 class CudaGroup:
@@ -60,7 +61,11 @@ class CudaGroup:
         self._device = world.device
         self._index = world.device.index or 0
         self._buffers = Buffers(world)
+        prepare(self._index, REDUCE_KERNELS)
         self._journal = Journal(world)
+        shares_device = any(Board.of(world).all_gather(world.shares_device))
+        alone = shares_device or world.world_size == 1
+        self._fused = None if alone else Fused(world)
         self._lock = threading.RLock()
         self._last: torch.cuda.Stream | None = None
         self._side: torch.cuda.Stream | None = None
@@ -125,6 +130,10 @@ class CudaGroup:
         self._journal.note(words(Operation.ALL_GATHER, piece.dtype, nbytes))
         buffers, stream = self._buffers, _stream(self._index)
         source, target, size = piece.data_ptr(), output.data_ptr(), self.world_size
+        if self._fused is not None and self._fused.serves_gather(nbytes):
+            self._fused.gather(target, source, nbytes, stream)
+            counts.count("all_gather: fused")
+            return
         own = target + self.rank * nbytes
         by_engine = self.world.shares_device and nbytes >= _ENGINE_NBYTES
         buffers.fit(nbytes)
@@ -214,7 +223,9 @@ class CudaGroup:
             own = source + rank * nbytes + at
             numel = part // output.element_size()
             pair = (output, whole)
-            self._reduce(target + at, 0, first + rank * slot, own, numel, reduction, stream, pair)
+            self._reduce_over(
+                target + at, 0, first + rank * slot, own, numel, reduction, stream, pair
+            )
             buffers.leave(stream)
         counts.count("reduce_scatter: staged")
 
@@ -225,10 +236,18 @@ class CudaGroup:
         self._journal.note(words(operation, tensor.dtype, nbytes, reduction=int(reduction)))
         buffers, stream = self._buffers, _stream(self._index)
         address = tensor.data_ptr()
+        is_sum = reduction in (Reduction.SUM, Reduction.AVG)
+        if self._fused is not None and is_sum and self._fused.serves_sum(nbytes, tensor.dtype):
+            divisor = self.world_size if reduction is Reduction.AVG else 1
+            self._fused.sum(tensor, divisor, stream)
+            counts.count("all_reduce: fused")
+            return
         if nbytes <= ONE_SHOT_NBYTES:
             first = buffers.stage(address, nbytes, stream)
             buffers.meet(stream)
-            self._reduce(address, 0, first, address, tensor.numel(), reduction, stream, (tensor,))
+            self._reduce_over(
+                address, 0, first, address, tensor.numel(), reduction, stream, (tensor,)
+            )
             buffers.leave(stream)
             counts.count("all_reduce: one-shot")
             return
@@ -241,6 +260,8 @@ class CudaGroup:
     def close(self) -> None:
         """Unmap; waits for no other rank."""
         self._buffers.close()
+        if self._fused is not None:
+            self._fused.close()
         self._journal.close()
 
     def _two_shot(
@@ -257,7 +278,9 @@ class CudaGroup:
         buffers.meet(stream)
         # The result goes where no peer reads: they read the other slices of this buffer.
         mine = address + start
-        self._reduce(mine, own + start, first + start, mine, numel, reduction, stream, (tensor,))
+        self._reduce_over(
+            mine, own + start, first + start, mine, numel, reduction, stream, (tensor,)
+        )
         buffers.meet(stream)
         stride = buffers.region_nbytes + slot
         pull(
@@ -298,7 +321,7 @@ class CudaGroup:
             stream=stream,
         )
 
-    def _reduce(
+    def _reduce_over(
         self,
         target: int,
         second: int,
@@ -309,52 +332,11 @@ class CudaGroup:
         stream: int,
         tensors: tuple[torch.Tensor, ...],
     ) -> None:
-        """Reduce what lies at ``first`` and on in every region, this rank's own at ``own``.
-
-        Args:
-            target, second: where the result goes; ``second`` may be 0.
-            tensors: the call's, in which ``target`` and ``own`` lie; the first has the dtype.
-        """
-        if not numel:
-            return
-        buffers, size = self._buffers, self.world_size
-        dtype = tensors[0].dtype
-        name = _FAST.get(dtype)
-        is_sum = reduction in (Reduction.SUM, Reduction.AVG)
-        if name and is_sum and not (target | second | first | own) % _VECTOR_NBYTES:
-            device_sum(
-                name,
-                target,
-                second,
-                first,
-                buffers.region_nbytes,
-                own,
-                numel,
-                self.rank,
-                size,
-                size if reduction is Reduction.AVG else 1,
-                device=self._index,
-                stream=stream,
+        ranks = (self.rank, self.world_size)
+        if numel:
+            reduce_over(
+                self._buffers, ranks, target, second, first, own, numel, reduction, stream, tensors
             )
-            return
-        addresses = [first + peer * buffers.region_nbytes for peer in range(size)]
-        addresses[self.rank] = own
-        sources = [self._view(address, numel, tensors) for address in addresses]
-        combine(self._view(target, numel, tensors), sources, reduction)
-        if second:
-            buffers.copy(second, target, numel * dtype.itemsize, stream)
-
-    def _view(self, address: int, numel: int, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """A tensor over a part of the buffers or of one of the call's own tensors."""
-        staged = self._buffers.view(address, numel, tensors[0].dtype)
-        if staged is not None:
-            return staged
-        for tensor in tensors:
-            offset = address - tensor.data_ptr()
-            start = offset // tensor.element_size()
-            if 0 <= start < tensor.numel():
-                return tensor.detach().view(-1)[start : start + numel]
-        raise AssertionError("an address of no tensor of the call")
 
     def _in_order(self, call: Callable[[], object]) -> None:
         """Behind the group's call before, if that was on another stream; not in a capture."""

@@ -1,24 +1,26 @@
 """The collectives of ranks on one host, over staging memory that all of them map.
 
-Staging. Each rank brings one region of a span, cut into two halves. A call is a row of steps; in
-step k a rank writes into half k % 2 of its own region, meets all others (``Steps.step``), and then
-reads theirs; a two-shot reduction meets a second time within a step. A large call is many steps
-over pieces that stay in the cache: a piece is read by the peers while it is still warm, and the
-memory does not grow with the call.
+Staging. Each rank brings one region of a span, cut into three buffers, used in turn. In a step a
+rank writes into the next buffer of its own region, meets all others (``Steps.step``), and then
+reads theirs. A large call is many steps over pieces that stay in the cache: a piece is read by the
+peers while it is still warm, and the memory does not grow with the call.
 
-Why no byte is overwritten while it is read (invariant 6): a rank writes half k % 2 again in step
-k + 2. Before that it has passed the meeting of step k + 1. Every peer entered that meeting only
-after its reads of step k, since a rank does one thing after the other. So one meeting a step is
-enough, whatever calls the steps belong to.
+Why no byte is overwritten while it is read (invariant 6). What was staged in step k is read before
+meeting k + 2 at the latest: a two-shot reduction pulls its results after meeting k + 1, every other
+call reads at once. The buffer is written again in step k + 3, after meeting k + 2, and every peer
+entered that meeting only after its reads of step k, since a rank does one thing after the other.
+So one meeting a step is enough, whatever calls the steps belong to.
 
 Who reads in which order: the right neighbour first, then on around, so that ranks do not read
 from the same owner at the same time. The own piece goes directly from input to output, while
 waiting for the others.
 
 Reductions. One-shot, for small ones: each rank stages all of its vector, and each adds up all
-vectors, in the order of the ranks. Two-shot: each rank adds up its slice of all vectors, stages the
-result where nobody reads its input, and pulls the others' results. In both, every element is added
-in the order of the ranks by somebody who rounds once, so all ranks get the same bits.
+vectors, in the order of the ranks. Two-shot: each rank adds up its slice of all vectors, stages
+the result where nobody reads its input, and pulls the others' results. It stages its next piece
+before that, so that one meeting serves the results of one piece and the inputs of the next. In
+both, every element is added in the order of the ranks by somebody who rounds once, so all ranks
+get the same bits.
 
 Failure: requests are compared in the first step of a call, before anybody reads; see ``Steps``.
 """
@@ -35,31 +37,26 @@ from typing import Any
 import torch
 
 from tpspan.distributed import counts
-from tpspan.distributed.reductions import combine
+from tpspan.distributed.host_reduce import Reducer, reducer
 from tpspan.distributed.requests import Operation, Reduction, words
-from tpspan.distributed.steps import Steps
+from tpspan.distributed.steps import NUM_BUFFERS, Steps
 from tpspan.distributed.work import HostWork, Worker
 from tpspan.kernels.host_exchange import host_pull
-from tpspan.kernels.host_reduce import HOST_SUM_DTYPES, host_sum
 from tpspan.launch.world import World
 from tpspan.memory import PAGE_NBYTES
 from tpspan.spans.board import Board
 from tpspan.spans.layout import Layout
 from tpspan.spans.span import Span
 
-REGION_NBYTES = PAGE_NBYTES
-HALF_NBYTES = REGION_NBYTES // 2
 # What a rank stages in a step: it stays in the second cache of a core. Ranks that share cores pay
 # more for each meeting, and take twice as much.
-_STEP_NBYTES = HALF_NBYTES // 2
+_STEP_NBYTES = 512 << 10
 # Below this each rank's extra reads cost less than a second meeting.
 ONE_SHOT_NBYTES = 32 << 10
 # An output of this size would drive all else out of the caches.
 LARGE_NBYTES = 8 << 20
 _LINE = 64
 
-Reducer = Callable[[int, list[int], int], None]
-_FAST = {getattr(torch, name): name for name in HOST_SUM_DTYPES}
 _NO_WORDS = words(Operation.REFUSED)
 
 
@@ -76,14 +73,15 @@ class HostGroup:
         self._steps = Steps(world)
         self._worker = Worker()
         self._lock = threading.RLock()
-        layout = Layout.blocked([REGION_NBYTES] * world.world_size, page_nbytes=PAGE_NBYTES)
+        shares_cores = world.world_size > Board.of(world).num_cores
+        self._step_nbytes = 2 * _STEP_NBYTES if shares_cores else _STEP_NBYTES
+        needed = NUM_BUFFERS * self._step_nbytes
+        self._region_nbytes = -(-needed // PAGE_NBYTES) * PAGE_NBYTES
+        sizes = [self._region_nbytes] * world.world_size
+        layout = Layout.blocked(sizes, page_nbytes=PAGE_NBYTES)
         self._span = Span.allocate_bytes(world, layout)
         self._base = self._span.base_address
-        self._own = self._base + world.rank * REGION_NBYTES
-        self._sources = (ctypes.c_int64 * world.world_size)()
-        self._sources_address = ctypes.addressof(self._sources)
-        shares_cores = world.world_size > Board.of(world).num_cores
-        self._step_nbytes = HALF_NBYTES if shares_cores else _STEP_NBYTES
+        self._own = self._base + world.rank * self._region_nbytes
         self._slices = self._step_nbytes // world.world_size // _LINE * _LINE
 
     def run(
@@ -139,7 +137,7 @@ class HostGroup:
         at = 0
         while True:
             part = min(nbytes - at, self._step_nbytes)
-            offset = self._next_half()
+            offset = self._next_buffer()
             # Nothing is done before the first step has compared what the ranks ask for.
             keep_at = keep + at if at and keep else 0
             self._steps.step(self._own + offset, source + at, part, 0, 0, keep_at, is_large)
@@ -147,7 +145,9 @@ class HostGroup:
                 ctypes.memmove(keep, source, part)
             if part:
                 staged = self._base + offset
-                self._pull(target + at, nbytes, staged, REGION_NBYTES, part, part * size, is_large)
+                self._pull(
+                    target + at, nbytes, staged, self._region_nbytes, part, part * size, is_large
+                )
             at += part
             if at >= nbytes:
                 break
@@ -165,14 +165,14 @@ class HostGroup:
         order = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
         for at in range(0, max(*sizes, 1), self._step_nbytes):
             part = max(min(nbytes - at, self._step_nbytes), 0)
-            offset = self._next_half()
+            offset = self._next_buffer()
             self._steps.step(self._own + offset, source + at, part, 0, 0, at and keep and keep + at)
             if not at and keep:
                 ctypes.memmove(keep, source, part)
             for peer in order:
                 size = min(sizes[peer] - at, self._step_nbytes)
                 if size > 0:
-                    staged = self._base + peer * REGION_NBYTES + offset
+                    staged = self._base + peer * self._region_nbytes + offset
                     ctypes.memmove(targets[peer] + at, staged, size)
         counts.count("all_gather: list")
 
@@ -184,10 +184,10 @@ class HostGroup:
         is_root = self.rank == root
         for at in range(0, max(nbytes, 1), self._step_nbytes):
             part = min(nbytes - at, self._step_nbytes)
-            offset = self._next_half()
+            offset = self._next_buffer()
             self._steps.step(self._own + offset, address + at, part if is_root else 0)
             if not is_root and part:
-                staged = self._base + root * REGION_NBYTES + offset
+                staged = self._base + root * self._region_nbytes + offset
                 ctypes.memmove(address + at, staged, part)
         counts.count("broadcast: staged")
 
@@ -199,20 +199,20 @@ class HostGroup:
         nbytes = output.numel() * itemsize
         request = words(Operation.REDUCE_SCATTER, output.dtype, nbytes, reduction=int(reduction))
         self._steps.ask(request)
-        reducer = self._reducer(output.dtype, reduction)
+        reduce = reducer(output.dtype, reduction, self.world_size)
         rank, size, slot = self.rank, self.world_size, self._slices
         source, target = whole.data_ptr(), output.data_ptr()
         for at in range(0, max(nbytes, 1), slot):
             part = min(nbytes - at, slot)
-            offset = self._next_half()
+            offset = self._next_buffer()
             if part:
                 self._pull(self._own + offset, slot, source + at, nbytes, part, part * size)
             self._steps.step()
             if part:
                 staged = self._base + offset + rank * slot
-                sources = [staged + peer * REGION_NBYTES for peer in range(size)]
+                sources = [staged + peer * self._region_nbytes for peer in range(size)]
                 sources[rank] = source + rank * nbytes + at
-                reducer(target + at, sources, part // itemsize)
+                reduce(target + at, sources, part // itemsize, 0)
         counts.count("reduce_scatter: staged")
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
@@ -220,14 +220,12 @@ class HostGroup:
         itemsize = tensor.element_size()
         nbytes = tensor.numel() * itemsize
         self._steps.ask(words(Operation.ALL_REDUCE, tensor.dtype, nbytes, reduction=int(reduction)))
-        reducer = self._reducer(tensor.dtype, reduction)
+        reduce = reducer(tensor.dtype, reduction, self.world_size)
         if nbytes <= ONE_SHOT_NBYTES:
-            self._one_shot(tensor.data_ptr(), nbytes, itemsize, reducer)
+            self._one_shot(tensor.data_ptr(), nbytes, itemsize, reduce)
             counts.count("all_reduce: one-shot")
             return
-        for at in range(0, nbytes, self._step_nbytes):
-            part = min(nbytes - at, self._step_nbytes)
-            self._two_shot(tensor.data_ptr() + at, part, itemsize, reducer)
+        self._two_shot(tensor.data_ptr(), nbytes, itemsize, reduce)
         counts.count("all_reduce: two-shot")
 
     def close(self) -> None:
@@ -237,32 +235,50 @@ class HostGroup:
             self._span.close(force=True)
         self._steps.close()
 
-    def _one_shot(self, address: int, nbytes: int, itemsize: int, reducer: Reducer) -> None:
-        offset = self._next_half()
+    def _one_shot(self, address: int, nbytes: int, itemsize: int, reduce: Reducer) -> None:
+        offset = self._next_buffer()
         self._steps.step(self._own + offset, address, nbytes)
         if nbytes:
             staged = self._base + offset
-            sources = [staged + peer * REGION_NBYTES for peer in range(self.world_size)]
+            sources = [staged + peer * self._region_nbytes for peer in range(self.world_size)]
             sources[self.rank] = address
-            reducer(address, sources, nbytes // itemsize)
+            reduce(address, sources, nbytes // itemsize, 0)
 
-    def _two_shot(self, address: int, nbytes: int, itemsize: int, reducer: Reducer) -> None:
+    def _two_shot(self, address: int, nbytes: int, itemsize: int, reduce: Reducer) -> None:
         rank, size = self.rank, self.world_size
-        slot = -(-nbytes // size // _LINE) * _LINE  # of every rank but the last ones
-        start = min(rank * slot, nbytes)
-        own_nbytes = min(nbytes - start, slot)
-        end = start + own_nbytes
-        offset = self._next_half()
+        parts = [
+            (address + at, min(nbytes - at, self._step_nbytes))
+            for at in range(0, nbytes, self._step_nbytes)
+        ]
+        offset = self._stage_for_others(*parts[0])
+        for number, (begin, part) in enumerate(parts, start=1):
+            slot, start, end = self._slice(part)
+            if start < end:
+                staged = self._base + offset + start
+                sources = [staged + peer * self._region_nbytes for peer in range(size)]
+                sources[rank] = begin + start
+                result = self._own + offset + start  # where no peer reads this rank's input
+                reduce(begin + start, sources, (end - start) // itemsize, result)
+            following = 0
+            if number < len(parts):
+                following = self._stage_for_others(*parts[number])
+            else:
+                self._steps.step()
+            self._pull(begin, slot, self._base + offset, self._region_nbytes + slot, slot, part)
+            offset = following
+
+    def _stage_for_others(self, address: int, nbytes: int) -> int:
+        """Stage all but this rank's slice of a piece and meet; return the buffer's offset."""
+        _, start, end = self._slice(nbytes)
+        offset = self._next_buffer()
         self._steps.step(self._own + offset, address, start, end, nbytes - end)
-        if own_nbytes:
-            staged = self._base + offset + start
-            sources = [staged + peer * REGION_NBYTES for peer in range(size)]
-            sources[rank] = address + start
-            reducer(address + start, sources, own_nbytes // itemsize)
-            ctypes.memmove(self._own + offset + start, address + start, own_nbytes)
-        self._steps.step()
-        staged = self._base + offset
-        self._pull(address, slot, staged, REGION_NBYTES + slot, slot, nbytes)
+        return offset
+
+    def _slice(self, nbytes: int) -> tuple[int, int, int]:
+        """How long a slice of a piece is, and where this rank's begins and ends."""
+        slot = -(-nbytes // self.world_size // _LINE) * _LINE
+        start = min(self.rank * slot, nbytes)
+        return slot, start, min(start + slot, nbytes)
 
     def _pull(
         self,
@@ -287,32 +303,6 @@ class HostGroup:
             past_caches,
         )
 
-    def _next_half(self) -> int:
+    def _next_buffer(self) -> int:
         """Where in a region the next step that stages something writes."""
-        return self._steps.next_half() * HALF_NBYTES
-
-    def _reducer(self, dtype: torch.dtype, reduction: Reduction) -> Reducer:
-        name = _FAST.get(dtype)
-        if name is None or reduction not in (Reduction.SUM, Reduction.AVG):
-            return _combining(dtype, reduction)
-        divisor = float(self.world_size) if reduction is Reduction.AVG else 1.0
-        table, address, size = self._sources, self._sources_address, self.world_size
-
-        def reduce(target: int, sources: list[int], numel: int) -> None:
-            table[:] = sources  # type: ignore[assignment]
-            host_sum(name, target, address, size, numel, divisor)
-
-        return reduce
-
-
-def _combining(dtype: torch.dtype, reduction: Reduction) -> Reducer:
-    def reduce(target: int, sources: list[int], numel: int) -> None:
-        tensors = [_over(address, numel, dtype) for address in (target, *sources)]
-        combine(tensors[0], tensors[1:], reduction)
-
-    return reduce
-
-
-def _over(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+        return self._steps.next_buffer() * self._step_nbytes

@@ -10,21 +10,19 @@ torch calls the methods by two sets of names, older and newer; both are here.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed import Backend, PrefixStore, ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from tpspan.distributed import calls, counts
 from tpspan.distributed.groups import Group
+from tpspan.distributed.inner import c10d, inner_backends
+from tpspan.distributed.registration import NAME
 from tpspan.distributed.work import HostWork
 
-NAME = "tpspan"
-
-# torch's annotations know neither all names of all releases nor Python's own process groups.
-c10d: Any = distributed_c10d
+# torch's annotations do not know of process groups written in Python.
 _Base: Any = ProcessGroup
 
 
@@ -44,7 +42,7 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
     def __init__(self, store: Store, rank: int, size: int, timeout: Any, name: str) -> None:
         super().__init__(rank, size)  # the one constructor whose methods Python may replace
         self._group_store = store
-        self._inner = _inner_backends(store, rank, size, timeout)
+        self._inner = inner_backends(store, rank, size, timeout)
         for kind, backend in self._inner.items():
             is_gloo = isinstance(backend, c10d.ProcessGroupGloo)
             types = ProcessGroup.BackendType
@@ -254,42 +252,6 @@ for _name in ("send", "recv", "recv_anysource", "reduce", "gather", "scatter", "
     setattr(SpanProcessGroup, _name, _delegating(_name, _name))
 for _name in ("alltoall_base", "all_to_all_single"):
     setattr(SpanProcessGroup, _name, _delegating(_name, "alltoall_base"))
-
-
-def register() -> None:
-    """Make the backend known to torch; importing ``tpspan.distributed`` does so."""
-    if NAME.upper() not in Backend._plugins:
-        Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _create(options: Any, backend_options: Any) -> SpanProcessGroup:
-    return SpanProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        str(options.group_id),
-    )
-
-
-def _inner_backends(store: Store, rank: int, size: int, timeout: Any) -> dict[str, Any]:
-    gloo = c10d.ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
-    inner: dict[str, Any] = {"cpu": gloo}
-    if not torch.cuda.is_available():
-        return inner
-    inner["cuda"] = gloo
-    if _have_own_gpus(PrefixStore("gpus/", store), rank, size) and c10d.is_nccl_available():
-        nccl_options = c10d.ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout
-        inner["cuda"] = c10d.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, nccl_options)
-    return inner
-
-
-def _have_own_gpus(store: Store, rank: int, size: int) -> bool:
-    """Whether no host has more ranks of the group than GPUs: NCCL refuses ranks that share one."""
-    store.set(str(rank), f"{socket.gethostname()} {torch.cuda.device_count()}")
-    told = [store.get(str(peer)).decode() for peer in range(size)]
-    return all(told.count(line) <= int(line.rsplit(" ", 1)[1]) for line in set(told))
 
 
 def _options(kind: Any, given: Any, attribute: str = "") -> Any:

@@ -19,6 +19,7 @@ from tpspan.memory.host import HostDriver
 from tpspan.spans.board import Board
 from tpspan.spans.pages import Pages
 
+NUM_BUFFERS = 3
 _SLOT = 0
 _REQUESTS_OFFSET = 1 << 20
 _REQUEST_AT = 72
@@ -58,7 +59,7 @@ class Steps:
         self._request = struct.Struct(f"={NUM_WORDS}q")
         self._broken: PeerError | None = None
         self._is_closed = False
-        self._half = 0
+        self._buffer = 0
         self._parity = 0  # which of a rank's two requests the next step writes
 
     def ask(self, request: tuple[int, ...]) -> None:
@@ -74,14 +75,14 @@ class Steps:
             raise ClosedError("the world of this group is closed")
         self._request.pack_into(self._place, _REQUEST_AT, *request)
 
-    def next_half(self) -> int:
-        """Which half of the staging memory, 0 or 1, the next step that stages something writes.
+    def next_buffer(self) -> int:
+        """Which of the staging buffers the next step that stages something writes, in turn.
 
         Ranks whose requests differ may have taken different turns. All of them begin anew then:
         nobody reads after such a meeting, and what was read before it has been.
         """
-        self._half = 1 - self._half
-        return self._half
+        self._buffer = (self._buffer + 1) % NUM_BUFFERS
+        return self._buffer
 
     def step(
         self,
@@ -148,7 +149,7 @@ class Steps:
             self._broken = PeerError([self._place[3]], "it was interrupted in a collective call")
             raise
         if came == DIFFERENT:
-            self._half = 0
+            self._buffer = 0
             requests = {peer: self._asked(peer, parity) for peer in range(self._world_size)}
             mine = requests[self._place[3]]
             raise CollectiveMismatch(mine.split(" ", 1)[0], requests)

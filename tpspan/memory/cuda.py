@@ -49,7 +49,8 @@ def check(call: str, result: tuple[Any, ...], **arguments: object) -> Any:
 def _raise(call: str, code: int, code_name: str, arguments: dict[str, object]) -> None:
     advice = advise(call, code_name, arguments, PAGE_NBYTES)
     if code_name in OUT_OF_MEMORY:
-        _, free, total = cu.cuMemGetInfo()
+        known, *sizes = cu.cuMemGetInfo()  # fails on a thread without a context
+        free, total = sizes if known == _SUCCESS else (0, 0)
         requested = arguments.get("nbytes", 0)
         raise OutOfMemoryError(
             call,
@@ -121,8 +122,8 @@ class _Current:
 class CudaDriver:
     """``tpspan.memory.driver.Driver`` of one GPU; see there for what the calls do.
 
-    Any thread may call: the primary context, which torch uses too, is made current around each call
-    and what was current before is put back.
+    Any thread may call: where a call needs a context, the primary one, which torch uses too, is
+    made current around it and what was current before is put back.
     """
 
     name = "cuda"
@@ -235,10 +236,10 @@ class CudaDriver:
         with self.current():
             result = cu.cuMemImportFromShareableHandle(fd, _POSIX)
             handle = int(check(call, result, fd=fd, nbytes=nbytes))
-            properties = check(
-                "cuMemGetAllocationPropertiesFromHandle",
-                cu.cuMemGetAllocationPropertiesFromHandle(handle),
-            )
+            found = cu.cuMemGetAllocationPropertiesFromHandle(handle)
+            if found[0] != _SUCCESS:
+                cu.cuMemRelease(handle)
+            properties = check("cuMemGetAllocationPropertiesFromHandle", found)
         self._blocks[handle] = _Memory(nbytes, properties.location.type != _ON_DEVICE)
         return handle
 

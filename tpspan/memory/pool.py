@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tpspan.errors import OutOfMemoryError
 from tpspan.memory.block import Block
+from tpspan.memory.closing import close_each
 from tpspan.memory.driver import Driver
 
 
@@ -85,8 +86,7 @@ class BlockPool:
             blocks = [block for kept in self._free.values() for block in kept]
             self._free.clear()
             self._held_nbytes = 0
-        for block in blocks:
-            block.close()
+        close_each(block.close for block in blocks)
 
     def close(self) -> None:
         """The same as ``trim``: a pool may be used again."""

@@ -12,7 +12,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 from rich.console import Console
@@ -20,12 +22,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torch import nn
 
 from tpspan.errors import CheckpointError, CollectiveMismatch
+from tpspan.launch.votes import Vote, attempt, settle
 from tpspan.launch.world import World
 from tpspan.parallel.boxes import box_shape, boxes_in_memory
 from tpspan.parallel.checkpoint import Checkpoint, open_checkpoint
 from tpspan.parallel.fit import Fit
 from tpspan.parallel.regions import Region, dense_stride, group
 from tpspan.parallel.shared import Entry, SharedParameters, find_shared
+
+T = TypeVar("T")
 
 _CHUNK = 2 << 20
 """Elements converted at a time. Dequantising takes about 12 bytes for each: 24 MiB of scratch."""
@@ -62,7 +67,7 @@ def load_weights(
     strict: bool = True,
     progress: bool = True,
 ) -> LoadReport:
-    """Fill a module from a safetensors or GGUF checkpoint. Collective if the module is shared.
+    """Collective if the module is shared. Fill a module from a safetensors or GGUF checkpoint.
 
     Parameters and persistent buffers are loaded. Of a shared tensor each rank reads and converts
     what lies on its own pages; what is not shared is loaded whole. Values are converted to the type
@@ -81,6 +86,8 @@ def load_weights(
             reading fails later, on a file that changes meanwhile, it says that the values are
             undefined.
         CollectiveMismatch: the ranks gave modules or files that differ; nothing was loaded.
+        PeerError: another rank did not come, or failed for a reason that is not the checkpoint's;
+            it says whether the values are undefined.
     """
     begin = time.perf_counter()
     state = module.state_dict(keep_vars=True)
@@ -88,24 +95,24 @@ def load_weights(
     targets = [_Target(region) for region in regions]
     shares = list(dict.fromkeys(target.shared for target in targets if target.shared))
     worlds = [share.span.world for share in shares]
-    fit: Fit | None = None
-    problem: Exception | None = None
-    checkpoint: Checkpoint | None = None
-    try:
-        checkpoint = open_checkpoint(path, list(state))
-        fit = Fit.of(regions, checkpoint, strict=strict)
-        _check_writable(targets, shares)
-        _check_ties(targets, fit, checkpoint)
-    except Exception as error:
-        problem = error
-    try:
-        _vote(worlds, problem, _fingerprint(regions, checkpoint))
-        assert checkpoint is not None and fit is not None
+    with ExitStack() as closing:
+
+        def prepare() -> tuple[Checkpoint, Fit]:
+            checkpoint = open_checkpoint(path, list(state))
+            closing.callback(checkpoint.close)
+            fit = Fit.of(regions, checkpoint, strict=strict)
+            _check_writable(targets, shares)
+            _check_ties(targets, fit, checkpoint)
+            return checkpoint, fit
+
+        checkpoint, fit = _together(
+            worlds,
+            "load_weights",
+            prepare,
+            outcome="nothing was loaded on any rank",
+            digest=lambda prepared: _fingerprint(regions, prepared[0]),
+        )
         written = _write_all(targets, fit, checkpoint, _bar(progress, worlds), worlds)
-    finally:
-        problem = None  # an error and the frame that holds it would keep each other alive
-        if checkpoint is not None:
-            checkpoint.close()
     for share in shares:
         if share.read_only:
             share.freeze()
@@ -163,7 +170,7 @@ def _check_writable(targets: Sequence[_Target], shares: Sequence[SharedParameter
             f"{len(on_meta)} tensors are on the meta device and have no memory to load into, "
             f"{on_meta[0]} among them: call share_parameters or to_empty first"
         )
-    if any(share.frozen for share in shares):
+    if any(share.is_frozen for share in shares):
         raise CheckpointError("the parameters are mapped read-only; thaw() them before loading")
 
 
@@ -181,30 +188,50 @@ def _check_ties(targets: Sequence[_Target], fit: Fit, checkpoint: Checkpoint) ->
                     )
 
 
-def _fingerprint(regions: Sequence[Region], checkpoint: Checkpoint | None) -> str:
+def _fingerprint(regions: Sequence[Region], checkpoint: Checkpoint) -> str:
     """A digest of what is loaded from what, the same on ranks that agree."""
     held = [(region.names, tuple(region.tensor.shape), region.tensor.dtype) for region in regions]
-    stored = sorted(checkpoint.tensors.items()) if checkpoint is not None else []
+    stored = sorted(checkpoint.tensors.items())
     return hashlib.sha256(repr((held, stored)).encode()).hexdigest()
 
 
-def _vote(worlds: Sequence[World], problem: Exception | None, fingerprint: str) -> None:
-    """Fail on all ranks if one has a problem or loads something else."""
-    text = None if problem is None else str(problem) or type(problem).__name__
-    votes = [world.control.all_gather((text, fingerprint)) for world in worlds]
-    if problem is not None:
-        try:
-            raise problem
-        finally:
-            del problem
-    for answers in votes:
-        for rank, (theirs, _) in enumerate(answers):
-            if theirs is not None:
-                raise CheckpointError(f"on rank {rank}: {theirs}")
-        digests = {rank: digest for rank, (_, digest) in enumerate(answers)}
-        if len(set(digests.values())) > 1:
-            requests = {rank: f"digest {digest[:12]}" for rank, digest in digests.items()}
-            raise CollectiveMismatch("load_weights (module and checkpoint)", requests)
+def _together(
+    worlds: Sequence[World],
+    what: str,
+    step: Callable[[], T],
+    *,
+    outcome: str,
+    digest: Callable[[T], str] = lambda value: "",
+) -> T:
+    """Collective. Take a step on all ranks of the worlds that share the module, or fail on all.
+
+    What is wrong with a checkpoint is a ``CheckpointError`` on every rank, also on those that did
+    not see it.
+
+    Args:
+        outcome: what a failure leaves behind.
+        digest: of what the step returned; must be the same on all ranks.
+    """
+    value, caught, vote = attempt(0, step)
+    mine = digest(cast(T, value)) if vote.text is None else ""
+    # A rank has another number in each of the worlds.
+    answers = [world.control.all_gather((Vote(vote.text, (world.rank,)), mine)) for world in worlds]
+    for votes in [[said for said, _ in answer] for answer in answers] or [[vote]]:
+        if vote.text is None:
+            _raise_checkpoint_error(votes)
+        settle(what, caught, votes, outcome=outcome)
+    for answer in answers:
+        requests = {rank: f"digest {theirs[:12]}" for rank, (_, theirs) in enumerate(answer)}
+        if len(set(requests.values())) > 1:
+            raise CollectiveMismatch(f"{what} (module and checkpoint)", requests)
+    return cast(T, value)
+
+
+def _raise_checkpoint_error(votes: Sequence[Vote]) -> None:
+    for rank, vote in enumerate(votes):
+        kind, _, text = (vote.text or "").partition(": ")
+        if kind == CheckpointError.__name__:
+            raise CheckpointError(f"on rank {rank}: {text}")
 
 
 def _write_all(
@@ -214,37 +241,21 @@ def _write_all(
     bar: Progress,
     worlds: Sequence[World],
 ) -> int:
-    """Fill what this rank owns; returns the bytes written, once every rank has written its own."""
+    """Collective. Fill what this rank owns; returns the bytes, once all ranks have done so."""
     chosen = [target for target in targets if target.region in fit.sources]
     total = sum(target.nbytes for target in chosen)
-    problem: Exception | None = None
-    try:
+
+    def write() -> None:
         with bar, torch.no_grad():
             task = bar.add_task("loading", total=total)
             for target in chosen:
-                _write(
-                    target,
-                    checkpoint,
-                    fit.sources[target.region],
-                    lambda nbytes: bar.advance(task, nbytes),
-                )
+                source = fit.sources[target.region]
+                _write(target, checkpoint, source, lambda nbytes: bar.advance(task, nbytes))
             for device in {target.tensor.device for target in chosen}:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-    except Exception as error:
-        problem = error
-    for world in worlds:
-        failed = world.control.all_gather(None if problem is None else str(problem))
-        for rank, text in enumerate(failed):
-            if text is not None and problem is None:
-                problem = CheckpointError(f"on rank {rank}: {text}")
-    if problem is not None:
-        try:
-            raise CheckpointError(
-                f"reading failed halfway, so the parameters are undefined: {problem}"
-            ) from problem
-        finally:
-            del problem
+
+    _together(worlds, "load_weights", write, outcome="left the parameters undefined")
     return total
 
 
@@ -253,7 +264,12 @@ def _write(
 ) -> None:
     for box in target.boxes():
         # Converted on the CPU, whatever the device, so that all devices round alike.
-        values = checkpoint.read(source, box).to(target.tensor.dtype)
+        try:
+            values = checkpoint.read(source, box).to(target.tensor.dtype)
+        except Exception as error:
+            raise CheckpointError(
+                f"reading failed halfway, so the parameters are undefined: {error}"
+            ) from error
         (target.tensor[box] if box else target.tensor).copy_(values)
         advance(math.prod(box_shape(box)) * target.tensor.element_size())
 

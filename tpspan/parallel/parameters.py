@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tpspan.errors import CollectiveMismatch, PeerError, TpspanError
+from tpspan.errors import CollectiveMismatch
+from tpspan.launch.votes import attempt, settle, together
 from tpspan.launch.world import World
 from tpspan.parallel.regions import Region, Slots, check_shareable, dense_stride, group
 from tpspan.parallel.shared import Entry, SharedParameters, find_shared
@@ -120,31 +121,25 @@ class _Part:
 
 
 def _agree(world: World, regions: list[Region], options: str) -> list[_Part]:
-    """Refuse what cannot be shared and what differs between ranks; return the plan of rank 0."""
-    refusal: Exception | None = None
-    mine: list[_Part] = []
-    try:
+    """Collective. Refuse what cannot be shared or differs; return the plan of rank 0."""
+
+    def inspect() -> list[_Part]:
         check_shareable(regions)
         _check_not_shared(regions)
-        mine = [_Part.of(region) for region in regions]
-    except (TypeError, ValueError) as error:
-        refusal = error
+        return [_Part.of(region) for region in regions]
+
+    mine, caught, vote = attempt(world.rank, inspect)
     plan, theirs = world.control.broadcast((mine, options))
-    difference = None if refusal else _difference(plan, mine, theirs, options)
-    answers = world.control.all_gather((str(refusal) if refusal else None, difference))
-    if refusal:
-        try:
-            raise refusal
-        finally:
-            del refusal  # or the error and this frame would keep each other alive
-    refused = {rank: answer[0] for rank, answer in enumerate(answers) if answer[0]}
-    if refused:
-        raise PeerError(refused, f"share_parameters refused: {next(iter(refused.values()))}")
+    difference = None
+    if mine is not None and plan is not None:
+        difference = _difference(plan, mine, theirs, options)
+    answers = world.control.all_gather((vote, difference))
+    settle("share_parameters", caught, [answer[0] for answer in answers])
     differing = {rank: answer[1] for rank, answer in enumerate(answers) if answer[1]}
     if differing:
         requests = {0: "what the others are compared with", **differing}
         raise CollectiveMismatch("share_parameters", requests)
-    return plan
+    return list(plan)
 
 
 def _difference(
@@ -176,26 +171,19 @@ def _stripe_nbytes(nbytes: int, world_size: int, page_nbytes: int, asked: int | 
 
 
 def _fill(world: World, span: Span, regions: list[Region], entries: list[Entry]) -> None:
-    """Let rank 0 write its values; returns on all ranks once they are there."""
-    failure: Exception | None = None
-    if world.rank == 0:
-        try:
-            with torch.no_grad():
-                for region, entry in zip(regions, entries, strict=True):
-                    if not region.tensor.is_meta and entry.nbytes:
-                        entry.view(span).copy_(region.tensor.detach())
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
-        except (RuntimeError, TpspanError) as error:
-            failure = error
-    texts = world.control.all_gather(str(failure) if failure else None)
-    if failure is not None:
-        try:
-            raise failure
-        finally:
-            del failure
-    if texts[0] is not None:
-        raise PeerError([0], f"share_parameters could not write the values: {texts[0]}")
+    """Collective. Let rank 0 write its values; returns on all ranks once they are there."""
+
+    def write() -> None:
+        if world.rank != 0:
+            return
+        with torch.no_grad():
+            for region, entry in zip(regions, entries, strict=True):
+                if not region.tensor.is_meta and entry.nbytes:
+                    entry.view(span).copy_(region.tensor.detach())
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+
+    together("share_parameters", world.rank, write, world.control.all_gather)
 
 
 def _move(slots: Slots, shared: SharedParameters, tensor: torch.Tensor, entry: Entry) -> None:

@@ -76,7 +76,7 @@ class SharedParameters:
         return sum(entry.nbytes for entry in self._regions)
 
     @property
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Whether this rank's mapping is read-only."""
         return self._frozen
 
@@ -136,6 +136,12 @@ class SharedParameters:
         """
         if self._closed:
             return
+        self._make_private()
+        self.span.close()
+        self._closed = True
+
+    def _make_private(self) -> None:
+        """Give every parameter that is alive memory of its own."""
         copies: dict[Entry, torch.Tensor] = {}
         for reference, entry in self._tensors:
             tensor = reference()
@@ -146,10 +152,7 @@ class SharedParameters:
                     copies[entry] = _private_copy(tensor)
                 tensor.data = copies[entry]
             del tensor
-        copies.clear()
         self._tensors.clear()
-        self.span.close()
-        self._closed = True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -164,7 +167,12 @@ class SharedParameters:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None or self._closed:
+            self.close()
+            return
+        self._make_private()
+        self.span.__exit__(kind, error, trace)  # the other ranks may be elsewhere: it asks none
+        self._closed = self.span.is_closed
 
 
 def find_shared(tensor: torch.Tensor) -> tuple[SharedParameters, Entry] | None:

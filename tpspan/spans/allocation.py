@@ -53,27 +53,6 @@ class Parts:
     def __post_init__(self) -> None:
         self.board = self.signals.board
 
-    def check_moves(self, moves: Sequence[tuple[int, SpanBlock]]) -> None:
-        """Refuse moves that would not leave every offset with exactly one fitting block.
-
-        Raises:
-            ValueError: says which.
-        """
-        after = {placed.offset_bytes: placed.block for placed in self.table.placements}
-        if len({offset for offset, _ in moves}) != len(moves):
-            raise ValueError("an offset is named twice")
-        for offset, block in moves:
-            if block not in self.blocks:
-                raise ValueError(f"{block!r} does not belong to this span")
-            there = self.table.block_at(offset)
-            if there.nbytes != block.nbytes:
-                raise ValueError(
-                    f"{block!r} does not fit offset {offset}, where {there.nbytes} bytes are mapped"
-                )
-            after[offset] = block
-        if len({block.number for block in after.values()}) != len(after):
-            raise ValueError("a block would be mapped at two offsets (invariant 1)")
-
     def close(self, views: Sequence[Table], *, pooled: bool, rank: int) -> None:
         """Unmap, drop imports, and give own blocks back; all is tried, the first failure raised.
 
@@ -134,8 +113,7 @@ class OpenSpans:
 
     def close(self) -> None:
         """Close what no tensor uses any more; the rest stays mapped until the process ends."""
-        for span in tuple(self._spans):
-            span.close_with_world()
+        close_each(span.close_with_world for span in tuple(self._spans))
 
 
 def allocate_parts(
@@ -160,7 +138,7 @@ def allocate_parts(
     """
     signals = Signals.of(world)
     board = signals.board
-    pool = world.resource("pool", _pool)
+    pool = world.resource("pool", pool_of)
     numbers = OpenSpans.of(world).numbers
     clock = [time.perf_counter()]
     with contextlib.ExitStack() as undo:
@@ -252,5 +230,6 @@ def _take(pool: BlockPool, nbytes: int, undo: contextlib.ExitStack) -> Block:
     return block
 
 
-def _pool(world: World) -> BlockPool:
+def pool_of(world: World) -> BlockPool:
+    """The factory of a world's pool, its resource ``pool``."""
     return BlockPool(world.driver)

@@ -8,12 +8,14 @@ have read it (invariant 6).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from tpspan import kernels
 from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
 from tpspan.launch.world import World
 from tpspan.memory.host import HostDriver
@@ -41,14 +43,17 @@ class Board:
         self.world_size = world.world_size
         self.timeout_s = world.timeout_s
         self.exchange = world.resource("exchange", Exchange)
-        self._pages = Pages(self.exchange, HostDriver())
-        self._ops = HostOps(self._pages, self.exchange, world.timeout_s)
         self._round = 0
         self._broken: PeerError | None = None
         self._is_closed = False
-        # A launcher may tie each rank to a core of its own: only together they know how many.
-        cores: set[int] = set().union(*self.all_gather(os.sched_getaffinity(0)))
-        self.num_cores = self._ops.num_cores = len(cores)
+        with contextlib.ExitStack() as undo:
+            self._pages = Pages(self.exchange, HostDriver())
+            undo.callback(self._pages.close)
+            self._ops = HostOps(self._pages, self.exchange, world.timeout_s)
+            # A launcher may tie each rank to a core of its own: only together they know how many.
+            cores: set[int] = set().union(*self.all_gather(os.sched_getaffinity(0)))
+            self.num_cores = self._ops.num_cores = len(cores)
+            undo.pop_all()
 
     @staticmethod
     def of(world: World) -> Board:
@@ -82,14 +87,14 @@ class Board:
         while True:
             half = _MESSAGES_OFFSET + self._round % 2 * _HALF_NBYTES
             part = message[at : at + room]
-            mine = self._pages.base_address + self.rank * self._pages.page_nbytes + half
+            mine = self._pages.address_of(self.rank) + half
             ctypes.c_uint64.from_address(mine).value = len(message)
             ctypes.memmove(mine + _LENGTH_NBYTES, part, len(part))
             at += len(part)
             self._meet(self.timeout_s if timeout_s is None else timeout_s)
             is_complete = True
             for rank, got in enumerate(received):
-                page = self._pages.base_address + rank * self._pages.page_nbytes + half
+                page = self._pages.address_of(rank) + half
                 length = ctypes.c_uint64.from_address(page).value
                 got += ctypes.string_at(page + _LENGTH_NBYTES, min(room, length - len(got)))
                 is_complete &= len(got) == length
@@ -156,5 +161,21 @@ class Board:
         try:
             self._ops.barrier(0, timeout_s=timeout_s)
         except PeerError as error:
-            self._broken = error
-            raise
+            # Who comes late must not go on alone: it finds this word after its barrier. Who came
+            # just now may have looked before, so look for it once more.
+            self._gave_up(self.rank).value = 1
+            try:
+                self._ops.barrier(0, timeout_s=0.0)
+                self._gave_up(self.rank).value = 0
+            except PeerError:
+                self._broken = error
+                raise error from None
+        gone = [rank for rank in range(self.world_size) if self._gave_up(rank).value]
+        if gone:
+            self._broken = PeerError(gone, "gave up waiting before this rank came")
+            self._gave_up(self.rank).value = 1
+            raise self._broken
+
+    def _gave_up(self, rank: int) -> ctypes.c_uint32:
+        address = self._pages.address_of(rank) + _MESSAGES_OFFSET - kernels.LINE_NBYTES
+        return ctypes.c_uint32.from_address(address)

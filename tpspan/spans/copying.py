@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -40,14 +41,12 @@ def rotated(layout: Layout, rank: int) -> list[Run]:
     The right neighbour's first, then on around, its own last: at any time the ranks read from
     different owners.
     """
-    by_owner: list[list[Run]] = [[] for _ in range(layout.world_size)]
-    for piece in layout.pieces():
-        by_owner[piece.owner].append(piece)
-    owners = [(rank + k) % layout.world_size for k in range(1, layout.world_size + 1)]
     pieces = list(layout.pieces())
+    owners = [(rank + k) % layout.world_size for k in range(1, layout.world_size + 1)]
     num_changes = sum(a.owner != b.owner for a, b in itertools.pairwise(pieces))
     if num_changes < layout.world_size:
-        return [piece for owner in owners for piece in by_owner[owner]]
+        turn = {owner: index for index, owner in enumerate(owners)}
+        return sorted(pieces, key=lambda piece: (turn[piece.owner], piece.offset_bytes))
     # Owners alternate: keep the order of addresses, and begin behind an own piece.
     first = next((i for i, piece in enumerate(pieces) if piece.owner == owners[0]), 0)
     return pieces[first:] + pieces[:first]
@@ -55,35 +54,30 @@ def rotated(layout: Layout, rank: int) -> list[Run]:
 
 def copy_to(
     driver: Driver,
-    layout: Layout,
-    rank: int,
+    pieces: Sequence[Run],
     address: int,
     out: torch.Tensor,
     stream: int,
     *,
-    shares_device: bool,
+    is_local: bool,
 ) -> None:
     """Copy the whole span at ``address`` into ``out``, on a stream of a GPU.
 
     By copy engine where that is few copies of memory on one GPU, or of much memory: it takes no
     multiprocessor and is then at least as fast. By kernel otherwise: over a link a kernel starts
     sooner, and many small copies cost 3 µs each.
+
+    Args:
+        pieces: from ``rotated``.
+        is_local: all of the memory is this GPU's own.
     """
-    if not layout.nbytes:
+    if not pieces:
         return
-    pieces = rotated(layout, rank)
-    target = out.data_ptr()
-    is_local = shares_device or layout.world_size == 1
+    target, nbytes = out.data_ptr(), out.nbytes
     by_engine = is_local and len(pieces) <= _ENGINE_MAX_PIECES
-    if not by_engine and layout.nbytes <= _KERNEL_MAX_NBYTES:
-        kernels.rotated_copy(
-            target,
-            address,
-            layout.nbytes,
-            pieces[0].offset_bytes,
-            device=out.device.index,
-            stream=stream,
-        )
+    if not by_engine and nbytes <= _KERNEL_MAX_NBYTES:
+        start = pieces[0].offset_bytes
+        kernels.rotated_copy(target, address, nbytes, start, device=out.device.index, stream=stream)
         return
     for piece in pieces:
         at = piece.offset_bytes

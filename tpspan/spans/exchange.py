@@ -32,7 +32,7 @@ T = TypeVar("T")
 BATCH = 64
 """Descriptors in one message; Linux allows 253 (SCM_MAX_FD)."""
 
-_HEADER = struct.Struct("!iI")  # descriptors in this message (-1: the sender failed), first block
+_HEADER = struct.Struct("!iI")  # descriptors here (-1: the sender failed), number of the exchange
 
 
 class Exchange:
@@ -49,6 +49,7 @@ class Exchange:
         self.world_size = world.world_size
         self.timeout_s = world.timeout_s
         self._control = world.control
+        self._number = 0
         self._peers: dict[int, socket.socket] = {}
         outside = set(range(world.world_size)) - set(world.domain)
         if outside:
@@ -100,6 +101,7 @@ class Exchange:
         blocks: list[list[Block]] = [[] for _ in sizes]
         blocks[self.rank] = list(own)
         failures: list[TpspanError] = []
+        self._number += 1
         num_blocks = max(len(each) for each in sizes) if self.world_size > 1 else 0
         with contextlib.ExitStack() as undo:
             for first in range(0, num_blocks, BATCH):
@@ -110,7 +112,7 @@ class Exchange:
                         left = (self.rank - distance) % self.world_size
                         incoming = sizes[left][first : first + BATCH]
                         if first < len(own):
-                            self._send(right, fds, first, timeout_s)
+                            self._send(right, fds, timeout_s)
                         if incoming:
                             for block in self._receive(left, driver, incoming, failures, timeout_s):
                                 undo.callback(block.close)
@@ -136,11 +138,11 @@ class Exchange:
             peer.close()
         self._peers.clear()
 
-    def _send(self, peer: int, fds: Sequence[int], first: int, timeout_s: float) -> None:
+    def _send(self, peer: int, fds: Sequence[int], timeout_s: float) -> None:
         """Send a batch; an empty one says that this rank could not export it."""
         connection = self._connection(peer, timeout_s)
         try:
-            socket.send_fds(connection, [_HEADER.pack(len(fds) or -1, first)], fds)
+            socket.send_fds(connection, [_HEADER.pack(len(fds) or -1, self._number)], fds)
         except OSError as error:
             raise PeerError([peer], f"sending blocks to it failed: {error}") from None
 
@@ -154,8 +156,10 @@ class Exchange:
     ) -> Iterator[Block]:
         data, fds = self._take(peer, timeout_s, "receiving blocks", BATCH)
         try:
-            count, _ = _HEADER.unpack(data)
-            if count < 0:
+            count, number = _HEADER.unpack(data)
+            if number != self._number:
+                failures.append(PeerError([peer], "is out of step after an exchange that failed"))
+            elif count < 0:
                 failures.append(PeerError([peer], "could not export its blocks"))
             elif len(fds) != len(sizes):
                 failures.append(_table_is_full(len(fds), len(sizes)))
@@ -180,13 +184,13 @@ class Exchange:
     ) -> tuple[bytes, list[int]]:
         connection = self._connection(peer, timeout_s)
         try:
-            data, fds, _, _ = socket.recv_fds(connection, 64, max_fds)
+            data, fds, _, _ = socket.recv_fds(connection, 64, max_fds, socket.MSG_CMSG_CLOEXEC)
         except TimeoutError:
             raise PeerError([peer], f"no answer within {timeout_s} s while {what}") from None
         except OSError as error:
             raise PeerError([peer], f"{what} failed: {error}") from None
         if not data:
-            raise PeerError([peer], f"its process ended while {what}")
+            raise PeerError([peer], f"left the world, or ended, while {what}")
         return data, fds
 
     def _connection(self, peer: int, timeout_s: float) -> socket.socket:

@@ -56,7 +56,7 @@ class HostOps:
     def post(self, slot: int, peer: int, stream: int = 0) -> None:
         """Count one more post to a peer, and wake it if it waits."""
         sent = self._count("sent", slot, peer)
-        kernels.host_post(self._counter(slot, peer, self._rank), ctypes.addressof(sent))
+        kernels.host_post(self._pages.counter(slot, peer, self._rank), ctypes.addressof(sent))
 
     def wait(
         self, slot: int, peer: int, stream: int = 0, *, timeout_s: float | None = None
@@ -68,7 +68,7 @@ class HostOps:
         """
         expected = self._count("expected", slot, peer)
         address = ctypes.addressof(expected)
-        counter = self._counter(slot, self._rank, peer)
+        counter = self._pages.counter(slot, self._rank, peer)
         self._until(
             lambda left_s: kernels.host_wait(
                 counter, address, left_s, peer=peer, num_cores=self.num_cores
@@ -100,7 +100,7 @@ class HostOps:
             dead = set(self._exchange.dead_peers()) & set(missing)
             if dead:
                 self._missing = tuple(sorted(dead))
-                raise PeerError(dead, "its process ended" if len(dead) == 1 else "have ended")
+                raise PeerError(dead, "left the world, or ended")
             if time.monotonic() >= deadline:
                 self._missing = missing
                 raise PeerError(
@@ -108,12 +108,6 @@ class HostOps:
                     f"did not come within {timeout_s:g} s; all ranks must make the same "
                     "collective calls in the same order",
                 )
-
-    def _counter(self, slot: int, receiver: int, sender: int) -> int:
-        pages = self._pages
-        return kernels.counter_address(
-            pages.base_address, pages.page_nbytes, self._world_size, slot, receiver, sender
-        )
 
     def _count(self, kind: str, slot: int, peer: int) -> ctypes.c_uint32:
         return self._counts.setdefault((kind, slot, peer), ctypes.c_uint32())

@@ -9,6 +9,7 @@ are written in place, over the link.
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,6 +72,11 @@ class Layout:
             at += nbytes
         if at != self.nbytes:
             raise ValueError(f"the shards cover {at} of {self.nbytes} bytes")
+
+    def __str__(self) -> str:
+        """Short, and different for layouts that differ."""
+        digest = hashlib.sha256(repr((self.page_nbytes, self.runs, self.shards)).encode())
+        return f"Layout({self.nbytes} bytes, {len(self.runs)} runs, {digest.hexdigest()[:16]})"
 
     @classmethod
     def blocked(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+from tpspan import kernels
 from tpspan.memory import Block, Driver, Reservation, Right
 from tpspan.spans.exchange import Exchange
 
@@ -50,6 +51,16 @@ class Pages:
             reservation = exchange.together("mapping pages of counters", map_all)
             self._undo = undo.pop_all()
         self.base_address = reservation.address
+        self._world_size = exchange.world_size
+
+    def address_of(self, rank: int) -> int:
+        """Where the page of a rank is mapped."""
+        return self.base_address + rank * self.page_nbytes
+
+    def counter(self, slot: int, receiver: int, sender: int) -> int:
+        """Where the counter of a slot is that ``sender`` writes and ``receiver`` waits on."""
+        place = (self.base_address, self.page_nbytes, self._world_size)
+        return kernels.counter_address(*place, slot, receiver, sender)
 
     def close(self) -> None:
         """Unmap the pages and drop the blocks; peers that still map this rank's keep reading it."""

@@ -15,6 +15,7 @@ ranks; a second post may hold the sender's stream until the first was taken.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol, cast
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from tpspan import kernels
 from tpspan.errors import ClosedError, PeerError
 from tpspan.launch.world import World
+from tpspan.memory.closing import close_each
 from tpspan.memory.cuda import CudaDriver
 from tpspan.spans.board import Board
 from tpspan.spans.host_ops import HostOps
@@ -58,17 +60,25 @@ class Signals:
         self.world_size = world.world_size
         exchange = self.board.exchange
         shares_device = any(self.board.all_gather(world.shares_device))
-        self._pages = Pages(exchange, world.driver, on_host=shares_device)
-        self._free = list(range(_SLOTS_NBYTES // (64 * world.world_size)))[::-1]
+        self._free = list(range(num_slots(world)))[::-1]
         self._is_closed = False
-        self._ops: SignalOps
-        if world.backend == "host":
-            self._ops = HostOps(self._pages, exchange, world.timeout_s, self.board.num_cores)
-        elif shares_device:
-            self._ops = StreamOps(self._pages, cast(CudaDriver, world.driver), world)
-        else:
-            self._ops = KernelOps(self._pages, world)
-        self.board.barrier()  # nobody posts before every page is mapped and cleared
+        with contextlib.ExitStack() as undo:
+            self._pages = Pages(exchange, world.driver, on_host=shares_device)
+            undo.callback(self._pages.close)
+
+            def make() -> SignalOps:
+                if world.backend == "host":
+                    num_cores = self.board.num_cores
+                    return HostOps(self._pages, exchange, world.timeout_s, num_cores)
+                # Now and not at first use: that may be while a stream is being captured.
+                kernels.prepare(world.device.index)
+                if shares_device:
+                    return StreamOps(self._pages, cast(CudaDriver, world.driver), world)
+                return KernelOps(self._pages, world)
+
+            # The vote also holds: nobody posts before every page is mapped and cleared.
+            self._ops = self.board.together("preparing signals", make)
+            undo.pop_all()
 
     @staticmethod
     def of(world: World) -> Signals:
@@ -134,13 +144,17 @@ class Signals:
     def close(self) -> None:
         """Unmap the counters; every later use raises ``ClosedError``."""
         self._is_closed = True
-        self._ops.close()
-        self._pages.close()
+        close_each([self._ops.close, self._pages.close])
 
     def _peer(self, peer: int) -> int:
         if not 0 <= peer < self.world_size:
             raise ValueError(f"there is no rank {peer} in a world of {self.world_size}")
         return peer
+
+
+def num_slots(world: World) -> int:
+    """How many slots the counters of a world have room for."""
+    return kernels.num_slots(_SLOTS_NBYTES, world.world_size)
 
 
 class KernelOps:
@@ -151,15 +165,13 @@ class KernelOps:
         self._rank, self._world_size = world.rank, world.world_size
         self._device = world.device.index
         self._timeout_ns = int(world.timeout_s * 1e9)
-        num_slots = _SLOTS_NBYTES // (64 * world.world_size)
         # Counts advance on the device, so that a captured graph does not replay an old one.
-        counts = torch.zeros(3, num_slots * world.world_size, dtype=torch.int32)
+        counts = torch.zeros(3, num_slots(world) * world.world_size, dtype=torch.int32)
         self._counts = counts.to(world.device)
         self._epochs, self._sent, self._expected = (row.data_ptr() for row in self._counts)
         self._status = torch.zeros(world.world_size, dtype=torch.int32).pin_memory()
         self._status_words = self._status.numpy()
         _clear_own_page(pages, world)
-        kernels.prepare(self._device)
 
     def barrier(self, slot: int, stream: int) -> None:
         if self._world_size == 1:
@@ -179,7 +191,7 @@ class KernelOps:
 
     def post(self, slot: int, peer: int, stream: int) -> None:
         kernels.post(
-            self._counter(slot, peer, self._rank),
+            self._pages.counter(slot, peer, self._rank),
             self._sent + 4 * (slot * self._world_size + peer),
             device=self._device,
             stream=stream,
@@ -187,7 +199,7 @@ class KernelOps:
 
     def wait(self, slot: int, peer: int, stream: int) -> None:
         kernels.wait(
-            self._counter(slot, self._rank, peer),
+            self._pages.counter(slot, self._rank, peer),
             self._expected + 4 * (slot * self._world_size + peer),
             self._status.data_ptr() + 4 * peer,
             self._timeout_ns,
@@ -203,17 +215,11 @@ class KernelOps:
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
 
-    def _counter(self, slot: int, receiver: int, sender: int) -> int:
-        pages = self._pages
-        return kernels.counter_address(
-            pages.base_address, pages.page_nbytes, self._world_size, slot, receiver, sender
-        )
-
 
 def _clear_own_page(pages: Pages, world: World) -> None:
     """Clear this rank's counters; a block's first content is undefined."""
     zeros = torch.zeros(pages.page_nbytes, dtype=torch.uint8, device=world.device)
     stream = torch.cuda.current_stream(world.device)
-    own = pages.base_address + world.rank * pages.page_nbytes
+    own = pages.address_of(world.rank)
     world.driver.copy(own, zeros.data_ptr(), pages.page_nbytes, stream.cuda_stream)
     stream.synchronize()

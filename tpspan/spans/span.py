@@ -11,13 +11,13 @@ from typing import Self
 
 import torch
 
-from tpspan.errors import CaptureError, ClosedError, InUseError, PeerError
+from tpspan.errors import ClosedError, InUseError, PeerError
 from tpspan.launch.world import World
 from tpspan.memory import Right
 from tpspan.spans import copying
 from tpspan.spans.allocation import OpenSpans, Parts, allocate_parts, new_span_block
-from tpspan.spans.fence import Fence
-from tpspan.spans.layout import Layout
+from tpspan.spans.fence import Fence, StreamsInUse
+from tpspan.spans.layout import Layout, Run
 from tpspan.spans.shards import ShardView, plan_layout
 from tpspan.spans.table import Placement, SpanBlock, Table
 from tpspan.spans.tensors import TensorRange
@@ -56,7 +56,7 @@ class Span:
     Attributes:
         world, layout: whose it is, and how it is divided.
         shape, dtype: of the gathered tensor.
-        rows: rows of dim 0 per rank, or None for a striped span.
+        rows: rows of dim 0 per rank; None for a striped span and for a given ``Layout``.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class Span:
         self.rows = rows
         self._parts: Parts | None = parts
         self._num_remaps = 0
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._streams = StreamsInUse(world, parts.signals)
+        self._copies: list[Run] | None = None
         self._range = TensorRange(parts.table.reservation.address, layout.nbytes, world.device)
         self._shard_view: ShardView | None = None
         self._registry = OpenSpans.of(world)
@@ -123,7 +124,7 @@ class Span:
         def plan() -> tuple[Layout, tuple[int, ...] | None]:
             return plan_layout(shape, dtype, size, layout, rows, stripe_nbytes)
 
-        asked = (shape, str(dtype), layout, rows, stripe_nbytes)
+        asked = (shape, str(dtype), str(layout), rows, stripe_nbytes)
         parts, (planned, cut) = allocate_parts(
             world, "Span.allocate", asked, plan, timeout_s=timeout_s
         )
@@ -203,6 +204,7 @@ class Span:
             ClosedError: the span was closed.
         """
         self._open()
+        self._streams.use()
         return self._range.tensor(shape, dtype, offset_bytes, stride, keep=self)
 
     def copy_to(self, out: torch.Tensor, *, stream: torch.cuda.Stream | None = None) -> None:
@@ -224,14 +226,15 @@ class Span:
         if world.backend == "host":
             out.copy_(self.gathered.view_as(out))  # by all of torch's threads
             return
+        if self._copies is None:
+            self._copies = copying.rotated(self.layout, world.rank)
         copying.copy_to(
             world.driver,
-            self.layout,
-            world.rank,
+            self._copies,
             self.base_address,
             out,
-            self._use(stream),
-            shares_device=world.shares_device,
+            self._streams.use(stream),
+            is_local=world.shares_device or world.world_size == 1,
         )
 
     def barrier(self, *, stream: torch.cuda.Stream | None = None) -> None:
@@ -243,8 +246,7 @@ class Span:
             PeerError: ranks did not come (on CUDA: an earlier wait of a stream ran out of time).
         """
         parts = self._open()
-        handle = self._use(stream)
-        parts.signals.barrier(parts.slot, handle)
+        parts.signals.barrier(parts.slot, self._streams.use(stream))
 
     def host_barrier(self, *, timeout_s: float | None = None) -> None:
         """Hold the host until every rank has come here and is done with the span. Collective.
@@ -261,18 +263,19 @@ class Span:
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Say that a stream uses this span, so that fences and the capture check know it."""
         self._open()
-        if self.world.backend == "cuda":
-            self._streams[stream.cuda_stream] = stream
+        self._streams.use(stream)
 
     def fence(self) -> Fence:
         """Record everything so far on the streams of this rank that use the span.
 
-        These are the current stream and every stream given to a method of this span.
+        These are the current stream, those that were current when a tensor was taken from the span,
+        and every stream given to a method of it. Tell it of others with ``record_stream``.
 
         Raises:
             CaptureError: one of them is being captured into a graph.
         """
-        return self._fence(self._open())
+        self._open()
+        return self._streams.fence()
 
     @property
     def blocks(self) -> tuple[Placement, ...]:
@@ -387,7 +390,7 @@ class Span:
             return
         if force:
             with contextlib.suppress(PeerError, ClosedError):  # dead ranks, or a closed world
-                self._fence(parts).wait()
+                self._streams.fence().wait()
             self._dissolve(parts, pooled=False)
             return
         board = parts.board
@@ -432,27 +435,6 @@ class Span:
             raise ClosedError(f"{self!r} lost a mapping in a failed remap: close it")
         return parts
 
-    def _use(self, stream: torch.cuda.Stream | None) -> int:
-        """Note a stream as a user of this span; return its handle."""
-        if self.world.backend != "cuda":
-            return 0
-        if stream is not None:
-            self._streams[stream.cuda_stream] = stream
-            return int(stream.cuda_stream)
-        # What torch's compiled code calls too: 0.2 µs, where a Stream object takes 6.
-        handle = torch._C._cuda_getCurrentRawStream(self.world.device.index)
-        if handle not in self._streams:
-            self._streams[handle] = torch.cuda.current_stream(self.world.device)
-        return int(handle)
-
-    def _refuse_capture(self) -> None:
-        for handle in self._streams:
-            if self.world.driver.is_capturing(handle):
-                raise CaptureError(
-                    "a stream that uses this span is being captured into a graph: change mappings "
-                    "before or after the capture, not during it (invariant 7)"
-                )
-
     def _remap(
         self,
         operation: str,
@@ -465,9 +447,11 @@ class Span:
         def prepare() -> Sequence[tuple[int, SpanBlock]]:
             self._open()
             checked = moves()
-            parts.check_moves(checked)
-            self._use(None)
-            self._refuse_capture()
+            parts.table.check(checked, parts.blocks)
+            if after.of is not self._streams:
+                raise ValueError("the fence is one of another span: take it from this one")
+            self._streams.use()
+            self._streams.refuse_capture()
             after.wait()
             return checked
 
@@ -490,12 +474,6 @@ class Span:
         self._num_remaps += len(checked)
         return [block for _, block in undo[0][1]]
 
-    def _fence(self, parts: Parts) -> Fence:
-        self._use(None)
-        self._refuse_capture()
-        world = self.world
-        return Fence(self._streams.values(), parts.signals, world.rank, world.timeout_s)
-
     @property
     def _views(self) -> tuple[Table, ...]:
         return () if self._shard_view is None else (self._shard_view.table,)
@@ -511,7 +489,7 @@ class Span:
                 f"{self._num_live} tensors of {self!r} are still alive: drop them first, or close "
                 "with force=True and never touch them again"
             )
-        self._fence(parts).wait()
+        self._streams.fence().wait()
 
     def _dissolve(self, parts: Parts, *, pooled: bool) -> None:
         self._parts = None

@@ -6,8 +6,9 @@ sender waits until the receiver's flag is 0, then sets it; the receiver waits un
 clears it. Both are always in step, whatever was replayed or launched in between.
 
 A wait of this kind has no deadline of its own. The flags lie in host memory, which streams reach as
-fast here, so that a thread can watch the last operation of every stream and, when it is late, move
-the flags itself: the stream goes on, and the ranks that were missing are remembered.
+fast here, so that a thread can watch every stream. When one has not come any further for the time
+allowed, and one of the flags is waited for, the thread moves the flags itself: the stream goes on,
+and the ranks that were missing are remembered.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from cuda.bindings import driver as cu
 
-from tpspan import kernels
+from tpspan.errors import PeerError
 from tpspan.launch.world import World
 from tpspan.memory.cuda import CudaDriver, check
 from tpspan.spans.pages import Pages
 
 _LOOK_S = 0.1
+_MARK_S = 0.5
+_PATIENCE_S = 10.0
 _FREE, _SET = 0, 1
 
 
@@ -43,13 +47,13 @@ class StreamOps:
         self._rank, self._world_size = world.rank, world.world_size
         self._timeout_s = world.timeout_s
         self._batches: dict[tuple[int, int, str], list[Any]] = {}
-        self._last: dict[int, tuple[Any, float]] = {}
+        self._queues: dict[int, _Queue] = {}
         self._waits: set[tuple[int, int]] = set()
         self._missing: set[int] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
-        ctypes.memset(pages.base_address + self._rank * pages.page_nbytes, 0, pages.page_nbytes)
+        ctypes.memset(pages.address_of(self._rank), 0, pages.page_nbytes)
 
     def barrier(self, slot: int, stream: int) -> None:
         if self._world_size == 1:
@@ -79,29 +83,34 @@ class StreamOps:
         return tuple(sorted(self._missing)) if self._missing else ()
 
     def close(self) -> None:
+        """Wait for what still waits (the watch ends that at its deadline), then stop the watch.
+
+        Raises:
+            PeerError: a stream is held by something else.
+        """
+        deadline = time.monotonic() + self._timeout_s + _PATIENCE_S
         with self._driver.current():
-            while not all(_is_done(event) for event, _ in tuple(self._last.values())):
-                time.sleep(0.001)  # the watch ends every wait at its deadline
+            queues = tuple(self._queues.values())
+            while not (done := all(_is_done(queue.last) for queue in queues)):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.001)
             self._stop.set()
             if self._watcher is not None:
                 self._watcher.join()
-            for event, _ in self._last.values():
-                check("cuEventDestroy", cu.cuEventDestroy(event))
-            self._last.clear()
+            if not done:
+                raise PeerError([self._rank], "a stream with a barrier in it does not come to rest")
+            for queue in queues:
+                queue.close()
+            self._queues.clear()
 
     def _posting(self, slot: int, peer: int) -> list[Any]:
-        flag = self._flag(slot, peer, self._rank)
+        flag = self._pages.counter(slot, peer, self._rank)
         return [_wait_op(flag, _FREE), _write_op(flag, _SET)]
 
     def _taking(self, slot: int, peer: int) -> list[Any]:
-        flag = self._flag(slot, self._rank, peer)
+        flag = self._pages.counter(slot, self._rank, peer)
         return [_wait_op(flag, _SET), _write_op(flag, _FREE)]
-
-    def _flag(self, slot: int, receiver: int, sender: int) -> int:
-        pages = self._pages
-        return kernels.counter_address(
-            pages.base_address, pages.page_nbytes, self._world_size, slot, receiver, sender
-        )
 
     def _submit(self, stream: int, batch: list[Any]) -> None:
         with self._driver.current():
@@ -110,10 +119,10 @@ class StreamOps:
             if self._driver.is_capturing(stream):
                 return
             with self._lock:
-                known = self._last.get(stream)
-                event = known[0] if known else _new_event()
-                check("cuEventRecord", cu.cuEventRecord(event, stream))
-                self._last[stream] = (event, time.monotonic())
+                queue = self._queues.get(stream)
+                if queue is None:
+                    queue = self._queues[stream] = _Queue()
+                queue.submitted(stream)
         if self._watcher is None:
             self._watcher = threading.Thread(
                 target=self._watch, name="tpspan-stream-watch", daemon=True
@@ -123,15 +132,18 @@ class StreamOps:
     def _watch(self) -> None:
         with self._driver.current():
             while not self._stop.wait(_LOOK_S):
-                now = time.monotonic()
                 with self._lock:
-                    late = [e for e, since in self._last.values() if now - since > self._timeout_s]
-                for event in late:
-                    if not _is_done(event):
-                        self._release(event)
+                    queues = tuple(self._queues.values())
+                    late = [queue for queue in queues if queue.stuck_s() > self._timeout_s]
+                for queue in late:
+                    self._release(queue)
 
-    def _release(self, event: Any) -> None:
-        """Move the flags of all slots in use until the event has happened; note who is missing."""
+    def _release(self, queue: _Queue) -> None:
+        """Move the flags until the stream goes on; note who was missing.
+
+        A stream that is merely busy with something else has no flag of ours waiting: it is left
+        alone.
+        """
         flags = [
             (slot, peer, self._word(slot, self._rank, peer), self._word(slot, peer, self._rank))
             for slot in sorted({slot for slot, _, _ in tuple(self._batches)})
@@ -143,15 +155,55 @@ class StreamOps:
         missing = {peer for _, peer, theirs in absent if theirs.value == _SET}
         missing = missing or {peer for slot, peer, _ in absent if (slot, peer) in self._waits}
         missing = missing or {peer for _, peer, _, theirs in flags if theirs.value == _SET}
-        self._missing |= missing or {self._rank}
-        while not _is_done(event):
+        if not missing:
+            return
+        self._missing |= missing
+        end = time.monotonic() + _PATIENCE_S
+        while not _is_done(queue.last) and time.monotonic() < end:
             for _, _, own, theirs in flags:
                 own.value = _SET
                 theirs.value = _FREE
             time.sleep(0.001)
 
     def _word(self, slot: int, receiver: int, sender: int) -> ctypes.c_uint32:
-        return ctypes.c_uint32.from_address(self._flag(slot, receiver, sender))
+        return ctypes.c_uint32.from_address(self._pages.counter(slot, receiver, sender))
+
+
+class _Queue:
+    """How far a stream has come: its last operation, and marks between that show progress."""
+
+    def __init__(self) -> None:
+        self.last = _new_event()
+        self._marks: deque[Any] = deque()
+        self._marked = 0.0
+        self._progress = 0.0
+        self._is_idle = True
+
+    def submitted(self, stream: int) -> None:
+        """Note that something of ours was put on the stream just now."""
+        now = time.monotonic()
+        check("cuEventRecord", cu.cuEventRecord(self.last, stream))
+        if self._is_idle:
+            self._is_idle, self._progress = False, now
+        if now - self._marked > _MARK_S:
+            mark = _new_event()
+            check("cuEventRecord", cu.cuEventRecord(mark, stream))
+            self._marks.append(mark)
+            self._marked = now
+
+    def stuck_s(self) -> float:
+        """Seconds since the stream was last seen to have come any further."""
+        if _is_done(self.last):
+            self._is_idle = True
+        while self._marks and _is_done(self._marks[0]):
+            check("cuEventDestroy", cu.cuEventDestroy(self._marks.popleft()))
+            self._progress = time.monotonic()
+        return 0.0 if self._is_idle else time.monotonic() - self._progress
+
+    def close(self) -> None:
+        """Give the events back."""
+        for event in (self.last, *self._marks):
+            check("cuEventDestroy", cu.cuEventDestroy(event))
 
 
 def _new_event() -> Any:

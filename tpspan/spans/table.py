@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from tpspan.errors import TpspanError
@@ -50,6 +50,7 @@ class Table:
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.reservation = Reservation(driver, nbytes)
         self._placed: dict[int, tuple[SpanBlock, Mapping]] = {}
+        self._offsets: dict[SpanBlock, int] = {}
         self.is_broken = False
 
     @property
@@ -74,6 +75,32 @@ class Table:
     def place(self, offset_bytes: int, block: SpanBlock) -> None:
         """Map a block where nothing is mapped yet, without a right."""
         self._placed[offset_bytes] = (block, self.reservation.map(offset_bytes, block.block))
+        self._offsets[block] = offset_bytes
+
+    def check(self, moves: Sequence[tuple[int, SpanBlock]], known: Collection[SpanBlock]) -> None:
+        """Refuse moves that would not leave every offset with exactly one fitting block.
+
+        Args:
+            moves: what ``replace`` is about to do.
+            known: the blocks that may be used.
+
+        Raises:
+            ValueError: says which.
+        """
+        offsets = {offset for offset, _ in moves}
+        if len(offsets) != len(moves):
+            raise ValueError("an offset is named twice")
+        for offset, block in moves:
+            if block not in known:
+                raise ValueError(f"{block!r} does not belong to this span")
+            there = self.block_at(offset)
+            if there.nbytes != block.nbytes:
+                raise ValueError(
+                    f"{block!r} does not fit offset {offset}, where {there.nbytes} bytes are mapped"
+                )
+        staying = {self._offsets[block] for _, block in moves if block in self._offsets} - offsets
+        if staying or len({block for _, block in moves}) != len(moves):
+            raise ValueError("a block would be mapped at two offsets (invariant 1)")
 
     def replace(self, moves: Sequence[tuple[int, SpanBlock]]) -> list[tuple[int, SpanBlock]]:
         """Put other blocks behind offsets, each with the right that the offset had.
@@ -109,14 +136,16 @@ class Table:
     def close(self) -> None:
         """Unmap everything and give the addresses back; all is tried, the first failure raised."""
         self._placed.clear()
+        self._offsets.clear()
         self.reservation.close_all()
 
     def _exchange(self, moves: Sequence[tuple[int, SpanBlock]], rights: dict[int, Right]) -> None:
         for offset, _ in moves:
-            _, mapping = self._placed[offset]
+            block, mapping = self._placed[offset]
             mapping.close()
+            self._offsets.pop(block, None)
         for offset, block in moves:
-            self._placed[offset] = (block, self.reservation.map(offset, block.block))
+            self.place(offset, block)
         for offset, nbytes, right in _joined(moves, rights):
             if right is not Right.NONE:
                 self.reservation.protect(right, offset, nbytes)

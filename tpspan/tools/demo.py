@@ -16,8 +16,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 import tpspan
 from tpspan.errors import LaunchError, TpspanError
 from tpspan.launch.environment import detect
@@ -66,17 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start the ranks of the demo, or be one of them; returns the exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
     options = parser().parse_args(given)
-    if not options.as_rank and detect(os.environ).launcher == "alone":
-        try:
+    try:
+        if not options.as_rank and detect(os.environ).launcher == "alone":
             find_model(options.model)  # said once, and before anything is started
             command = ["tpspan.tools.demo", "--as-rank", *given]
             return start(options.num_ranks, command, launcher=options.launcher, module=True)
-        except (LaunchError, ModelError, ValueError) as error:
-            print(f"tpspan demo: {error}", file=sys.stderr)
-            return 2
+    except (LaunchError, ModelError, ValueError) as error:
+        print(f"tpspan demo: {error}", file=sys.stderr)
+        return 2
     # One GPU is enough for a demo, whatever the number of ranks.
     with tpspan.init(share_device=True) as world:
-        _set_threads(world.local_world_size)
         try:
             return run(world, options)
         except (TpspanError, ModelError) as error:
@@ -193,13 +190,6 @@ def _described_by_rank_0(world: tpspan.World, files: ModelFiles) -> Description:
         raise outcome
     assert outcome is not None
     return outcome
-
-
-def _set_threads(num_local_ranks: int) -> None:
-    """Divide the CPU cores between the ranks, unless somebody decided otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // num_local_ranks))
 
 
 def _print_answers(answers: Sequence[Answer]) -> None:

@@ -1,0 +1,116 @@
+"""An all-gather or a sum of few bytes in one launch, for ranks that have a GPU each.
+
+Ranks that share a device must not use these: a kernel that waits keeps the other from running.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpspan.kernels.compile import kernel
+
+FUSED_BLOCKS = 32
+_NUM_THREADS = 512
+_SMALLEST_CHUNK_NBYTES = 1024
+_VECTOR_NBYTES = 16
+_SUMS = {"float32": "fused_sum_f32", "bfloat16": "fused_sum_bf16", "float16": "fused_sum_f16"}
+FUSED_SUM_DTYPES = tuple(_SUMS)
+FUSED_KERNELS = ("fused_gather", *_SUMS.values())
+
+
+@dataclass(frozen=True)
+class FusedPlace:
+    """Where ranks stage and meet, and who this one is.
+
+    Attributes:
+        staging, region_nbytes: rank p's two buffers fill the region at
+            ``staging + p * region_nbytes``.
+        base, page_nbytes: a board of counters (tpspan.kernels.board), of which the first
+            ``FUSED_BLOCKS`` slots belong to these kernels alone.
+        rank, world_size: this rank.
+        epochs: ``FUSED_BLOCKS`` 32-bit counts in this rank's device memory.
+        status: ``world_size`` 32-bit words of pinned host memory; word p is set if rank p is late.
+        timeout_ns: how long a kernel waits.
+        device: index of the device.
+    """
+
+    staging: int
+    region_nbytes: int
+    base: int
+    page_nbytes: int
+    rank: int
+    world_size: int
+    epochs: int
+    status: int
+    timeout_ns: int
+    device: int
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """The most that a rank can stage in one launch."""
+        return self.region_nbytes // 2
+
+
+def fused_gather(place: FusedPlace, target: int, source: int, nbytes: int, stream: int) -> None:
+    """Gather ``nbytes`` of every rank, one after another; the input may lie at its place."""
+    kernel("fused_gather", place.device)(
+        stream,
+        FUSED_BLOCKS,
+        _NUM_THREADS,
+        target,
+        source,
+        nbytes,
+        _chunk_nbytes(nbytes),
+        place.staging,
+        place.region_nbytes,
+        place.base,
+        place.page_nbytes,
+        place.rank,
+        place.world_size,
+        place.epochs,
+        place.status,
+        place.timeout_ns,
+    )
+
+
+def fused_sum(
+    place: FusedPlace,
+    dtype: str,
+    target: int,
+    source: int,
+    nbytes: int,
+    divisor: int,
+    stream: int,
+) -> None:
+    """Add the ranks' vectors in the order of the ranks, in fp32; the target may be the source.
+
+    Args:
+        dtype: one of ``FUSED_SUM_DTYPES``.
+        target, source, nbytes: multiples of 16.
+        divisor: 1 for a sum, ``world_size`` for the mean.
+    """
+    kernel(_SUMS[dtype], place.device)(
+        stream,
+        FUSED_BLOCKS,
+        _NUM_THREADS,
+        target,
+        source,
+        nbytes,
+        _chunk_nbytes(nbytes),
+        place.staging,
+        place.region_nbytes,
+        place.base,
+        place.page_nbytes,
+        place.rank,
+        place.world_size,
+        divisor,
+        place.epochs,
+        place.status,
+        place.timeout_ns,
+    )
+
+
+def _chunk_nbytes(nbytes: int) -> int:
+    """One chunk a block, in whole vectors."""
+    even = -(-nbytes // FUSED_BLOCKS)
+    return max(-(-even // _VECTOR_NBYTES) * _VECTOR_NBYTES, _SMALLEST_CHUNK_NBYTES)

@@ -1,0 +1,67 @@
+"""Kernels are compiled without a GPU, and launched on one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+import torch
+
+from kernel_cases import device_words, prepared_gpu, stream
+from tpspan import kernels
+from tpspan.errors import DriverError
+
+
+@pytest.fixture(scope="module")
+def compilers() -> None:
+    pathfinder = pytest.importorskip("cuda.pathfinder", reason="cuda-python is not installed")
+    for library in ("nvvm", "nvrtc"):
+        try:
+            pathfinder.load_nvidia_dynamic_lib(library)
+        except pathfinder.DynamicLibNotFoundError:
+            pytest.skip(f"numba needs lib{library} to compile for CUDA, and it is not installed")
+
+
+@pytest.mark.parametrize("name", kernels.kernel_names())
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_kernels_compile_to_ptx_without_a_gpu(
+    compilers: None, name: str, capability: tuple[int, int]
+) -> None:
+    ptx, symbol = kernels.compile_ptx(name, capability)
+    assert f".target sm_{capability[0]}{capability[1]}" in ptx
+    assert f".entry {symbol}(" in ptx
+    assert ".local" not in ptx, "nothing spills to memory"
+    instructions = {
+        "post": ["fence.acq_rel.sys", "st.release.sys"],
+        "wait": ["ld.acquire.sys", "%globaltimer"],
+        "barrier": ["st.release.sys", "ld.acquire.sys", "%globaltimer", "bar.sync"],
+    }
+    for instruction in instructions.get(name, ["ld.global.L1::no_allocate.v2", "st.global.v2"]):
+        assert instruction in ptx
+
+
+@pytest.fixture(scope="module")
+def gpu() -> int:
+    return prepared_gpu()
+
+
+@pytest.mark.cuda
+def test_a_refused_launch_says_which_kernel(gpu: int) -> None:
+    with pytest.raises(DriverError, match=r"cuLaunchKernel.*kernel='post'.*num_blocks=0"):
+        kernels.kernel("post", gpu)(0, 0, 1, 0, 0)
+
+
+@pytest.mark.cuda
+def test_host_time_of_a_launch(gpu: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed, not asserted: the figure belongs to the machine."""
+    counter, sent = device_words(0), device_words(0)
+    addresses, queue = (counter.data_ptr(), sent.data_ptr()), stream()
+    times = []
+    for _ in range(2000):
+        start = time.perf_counter_ns()
+        kernels.post(*addresses, device=gpu, stream=queue)
+        times.append(time.perf_counter_ns() - start)
+    torch.cuda.synchronize()
+    with capsys.disabled():
+        print(f"\na launch takes {statistics.median(times) / 1e3:.2f} us of host time")
