@@ -11,6 +11,7 @@ import torch
 from harness import LAUNCHERS, Config, Pool, Ranks, missing_launcher
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("HOME", os.path.expanduser("~"))  # Open MPI does not start without it
 
 _SIZES = (1, 2, 3, 4)
 

@@ -12,15 +12,24 @@ from harness import Ranks
 from tpspan.distributed.domains import Routes
 
 
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("backend", ["tpspan", "cpu:tpspan,cuda:tpspan"])
-def test_programs_of_torch_run_unmodified(ranks: Ranks, backend: str, tmp_path: Path) -> None:
+# What torch does on top of the group is the same under every launcher, and takes long.
+@pytest.mark.ranks(1, 2, 4, launchers=("mpirun",))
+def test_programs_of_torch_run_unmodified(ranks: Ranks, tmp_path: Path) -> None:
+    run_programs(ranks, "tpspan", tmp_path)
+
+
+@pytest.mark.ranks(1, 2, launchers=("torchrun",))
+def test_programs_of_torch_with_a_backend_for_each_device(ranks: Ranks, tmp_path: Path) -> None:
+    run_programs(ranks, "cpu:tpspan,cuda:tpspan", tmp_path)
+
+
+def run_programs(ranks: Ranks, backend: str, folder: Path) -> None:
     if ranks.backend == "cuda" and ranks.size > 1:
         pytest.skip("needs NCCL as the reference, which refuses ranks that share a GPU")
     reference = "nccl" if ranks.backend == "cuda" else "gloo"
     ranks.run(
         "bodies.process_groups:programs",
-        folder=str(tmp_path),
+        folder=str(folder),
         backend=backend,
         reference=reference,
         leaks=False,  # torch keeps what its own groups and meshes have made
