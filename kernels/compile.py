@@ -104,8 +104,8 @@ class DeviceKernel:
         self._launch = launch
         self._stream_of = Stream.from_handle
         self._config_of = LaunchConfig
-        self._streams: dict[int, Any] = {0: LEGACY_DEFAULT_STREAM}
-        self._configs: dict[tuple[int, int], Any] = {}
+        self._default_stream = LEGACY_DEFAULT_STREAM
+        self._ready: dict[tuple[int, int, int], tuple[Any, Any]] = {}
         with _device_context(driver, device_index):
             capability = Device(device_index).compute_capability
             with _advised("compile", name, _COMPILE_ADVICE):
@@ -121,25 +121,28 @@ class DeviceKernel:
         Raises:
             DriverError: the launch was refused.
         """
-        code, current = self._driver.cuCtxGetCurrent()
-        if code == 0 and int(current) == self._context:
-            self._start(stream, num_blocks, num_threads, arguments)
-        else:  # a thread without a context, or with another device's, where it would run there
-            with _device_context(self._driver, self.device_index):
-                self._start(stream, num_blocks, num_threads, arguments)
+        # A stream has a context, but the default stream is that of whatever device is current.
+        if stream == 0 and not self._is_current():
+            self._launch_in_context(stream, num_blocks, num_threads, arguments)
+            return
+        try:
+            on, config = self._ready[stream, num_blocks, num_threads]
+            self._launch(on, config, self._kernel, *arguments)
+        except Exception:  # the first launch of this kind, a thread without a context, or refused
+            self._launch_in_context(stream, num_blocks, num_threads, arguments)
 
-    def _start(
+    def _is_current(self) -> bool:
+        code, current = self._driver.cuCtxGetCurrent()
+        return code == 0 and int(current) == self._context
+
+    def _launch_in_context(
         self, stream: int, num_blocks: int, num_threads: int, arguments: tuple[int, ...]
     ) -> None:
         try:
-            config = self._configs.get((num_blocks, num_threads))
-            if config is None:
+            with _device_context(self._driver, self.device_index):
+                on = self._stream_of(stream) if stream else self._default_stream
                 config = self._config_of(grid=num_blocks, block=num_threads)
-                self._configs[num_blocks, num_threads] = config
-            on = self._streams.get(stream)
-            if on is None:
-                on = self._streams[stream] = self._stream_of(stream)
-            self._launch(on, config, self._kernel, *arguments)
+                self._launch(on, config, self._kernel, *arguments)
         except Exception as error:
             named = re.match(r"CUDA_ERROR_\w+", str(error))
             raise DriverError(
@@ -149,6 +152,7 @@ class DeviceKernel:
                 {"kernel": self.name, "num_blocks": num_blocks, "num_threads": num_threads},
                 "An earlier kernel may have failed: errors of a device show at the next call.",
             ) from error
+        self._ready[stream, num_blocks, num_threads] = on, config
 
 
 @contextmanager

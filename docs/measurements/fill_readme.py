@@ -25,9 +25,14 @@ ROWS = [
     ("remap", r"2 MiB, driver part, beside products", "remap of 2 MiB beside running kernels"),
     ("remap", r"64 MiB, driver part, beside products", "remap of 64 MiB beside running kernels"),
     ("remap", r"64 MiB, products slower, beside driver part", "how much it slows those kernels"),
+    (
+        "remap",
+        r"64 MiB, whole collective call, beside products",
+        "`Span.remap` of 64 MiB, all ranks, both votes",
+    ),
     ("gather", r"256 MiB, read in place", "256 MiB of all ranks read in place"),
     ("gather", r"256 MiB, copy_to", "the same copied into a local tensor"),
-    ("gather", r"256 MiB, (gloo|nccl) all_gather_into_tensor", "the same by gloo or NCCL all-gather"),
+    ("gather", r"256 MiB, (gloo|nccl) all_gather_into_tensor", "the same by gloo or NCCL"),
     ("gather", r".*sooner.*", None),
 ]
 

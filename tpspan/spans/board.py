@@ -17,12 +17,12 @@ from typing import Any, TypeVar, cast
 
 from tpspan import kernels
 from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
+from tpspan.launch.votes import attempt, settle, together
 from tpspan.launch.world import World
 from tpspan.memory.host import HostDriver
 from tpspan.spans.exchange import Exchange
 from tpspan.spans.host_ops import HostOps
 from tpspan.spans.pages import Pages
-from tpspan.spans.votes import attempt, settle, together
 
 T = TypeVar("T")
 

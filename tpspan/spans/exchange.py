@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from tpspan.errors import DriverError, PeerError, TpspanError
+from tpspan.launch.votes import together
 from tpspan.launch.world import World
 from tpspan.memory import PAGE_NBYTES, Block, Driver
 from tpspan.memory.advice import advise
 from tpspan.spans.connections import ACK, connect_all
-from tpspan.spans.votes import together
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Exchange:
         For what is made before the board is; it votes over the control plane.
 
         Raises:
-            As ``tpspan.spans.votes.together``.
+            As ``tpspan.launch.votes.together``.
         """
         return together(what, self.rank, step, self._control.all_gather)
 

@@ -24,11 +24,17 @@ _PACE_S = 1e-3  # a remap at most this often: a pipeline's rate, not a storm
 
 @dataclass(frozen=True)
 class Way:
-    """One way to remap; ``once`` remaps once and returns the seconds to be counted."""
+    """One way to remap; ``once`` remaps once and returns the seconds to be counted.
+
+    Attributes:
+        in_turn: the ranks remap one after another, as the stages of a pipeline do, and not all at
+            the same moment; their kernels run at the same time all the same.
+    """
 
     name: str
     once: Callable[[], float]
     note: str = ""
+    in_turn: bool = False
 
 
 def measure(bench: Bench, train_s: float, block_nbytes: tuple[int, ...] = BLOCK_NBYTES) -> None:
@@ -42,17 +48,18 @@ def measure(bench: Bench, train_s: float, block_nbytes: tuple[int, ...] = BLOCK_
         with contextlib.ExitStack() as stack:
             ways = [
                 stack.enter_context(_driver_calls(bench, nbytes)),
-                stack.enter_context(_table(bench, nbytes)),
+                *stack.enter_context(_table(bench, nbytes)),
                 *stack.enter_context(_collective(bench, nbytes)),
             ]
             for way in ways:
-                name = f"{shown(nbytes)}, {way.name}, idle"
-                samples = bench.sample(way.once, least=20, most=300)
-                bench.add_us(GROUP, name, samples, way.note)
+                if not way.in_turn:
+                    name = f"{shown(nbytes)}, {way.name}, idle"
+                    samples = bench.sample(way.once, least=20, most=300)
+                    bench.add_us(GROUP, name, samples, way.note)
             for kind, train in trains.items():
                 # A plain loop of driver calls says least; the rest is what a program does.
                 for way in ways[1:]:
-                    if kind == "products" or way is ways[1]:
+                    if kind == "products" or way.in_turn:
                         _under_load(bench, nbytes, way, kind, train)
 
 
@@ -82,7 +89,7 @@ def _driver_calls(bench: Bench, nbytes: int) -> Iterator[Way]:
 
 
 @contextlib.contextmanager
-def _table(bench: Bench, nbytes: int) -> Iterator[Way]:
+def _table(bench: Bench, nbytes: int) -> Iterator[tuple[Way, Way]]:
     """The same through a span's table: what each rank does between the two votes."""
     driver = bench.world.driver
     rank = bench.world.rank
@@ -98,7 +105,11 @@ def _table(bench: Bench, nbytes: int) -> Iterator[Way]:
             table.replace([(0, blocks[0])])
             return time.perf_counter() - start
 
-        yield Way("driver part", once, "unmap, map and access, with the span's books")
+        note = "unmap, map and access, with the span's books"
+        yield (
+            Way("driver part", once, f"{note}; one rank at a time", in_turn=True),
+            Way("driver part of all ranks at once", once, note),
+        )
         table.close()
 
 
@@ -154,16 +165,21 @@ def _under_load(bench: Bench, nbytes: int, way: Way, kind: str, train: load.Trai
         return train.finish()
 
     def beside() -> tuple[float, int]:
-        bench.start_together()
-        train.start()
-        num_beside = 0
-        for _ in range(num):
-            time.sleep(_PACE_S)
-            took = way.once()
-            if train.is_running():  # all ranks remap equally often, but count what was beside
-                times.append(took)
-                num_beside += 1
-        return train.finish(), num_beside
+        world = bench.world
+        seconds, num_beside = 0.0, 0
+        for turn in range(world.world_size if way.in_turn else 1):
+            bench.start_together()
+            train.start()
+            is_mine = not way.in_turn or turn == world.rank
+            for _ in range(num if is_mine else 0):
+                _keep_busy(_PACE_S)
+                took = way.once()
+                if train.is_running():  # all ranks remap equally often: count what was beside
+                    times.append(took)
+                    num_beside += 1
+            ended = train.finish()
+            seconds = ended if is_mine else seconds
+        return seconds, num_beside
 
     num = max(2, int(alone() / _PACE_S / 2))
     num = int(bench.agree(num))
@@ -197,6 +213,13 @@ def _under_load(bench: Bench, nbytes: int, way: Way, kind: str, train: load.Trai
         combine="worst median",
         note="; ".join(filter(None, [note, bench.crowd])),
     )
+
+
+def _keep_busy(seconds: float) -> None:
+    """A thread that launches kernels does not sleep: one that wakes up is slow at first."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 def _trains(bench: Bench, train_s: float) -> dict[str, load.Train]:
