@@ -12,7 +12,7 @@ from harness import Ranks
 from tpspan.distributed.domains import Routes
 
 
-# What torch does on top of the group is the same under every launcher, and takes long.
+# What is built on the group is the same under every launcher, and takes long.
 @pytest.mark.ranks(1, 2, 4, launchers=("mpirun",))
 def test_programs_of_torch_run_unmodified(ranks: Ranks, tmp_path: Path) -> None:
     run_programs(ranks, "tpspan", tmp_path)
@@ -36,12 +36,12 @@ def run_programs(ranks: Ranks, backend: str, folder: Path) -> None:
     )
 
 
-@pytest.mark.ranks(2, 3, backends=("host",))
+@pytest.mark.ranks(2, 3, launchers=("mpirun",), backends=("host",))
 def test_functions_take_groups_of_torch(ranks: Ranks) -> None:
     ranks.run("bodies.process_groups:functions_over_torch_groups", leaks=False)
 
 
-@pytest.mark.ranks(2, 3, 4, backends=("host",))
+@pytest.mark.ranks(2, 3, 4, launchers=("mpirun",), backends=("host",))
 def test_gathers_between_domains(ranks: Ranks) -> None:
     ranks.run("bodies.process_groups:between_domains", leaks=False)
 

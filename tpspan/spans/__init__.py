@@ -1,8 +1,9 @@
 """Spans: what all ranks of a domain hold and read together.
 
-From the bottom: ``layout`` is arithmetic; ``connections`` and ``exchange`` pass descriptors; ``pages``, ``host_ops``, ``stream_ops``,
-``board`` and ``signals`` are how ranks wait for and agree with each other; ``table``,
-``allocation``, ``shards``, ``copying``, ``fence`` and ``tensors`` are the pieces of a ``span``.
+From the bottom: ``layout`` is arithmetic; ``connections`` and ``exchange`` pass descriptors;
+``pages``, ``host_ops``, ``stream_ops``, ``board`` and ``signals`` are how ranks wait for and agree
+with each other; ``table``, ``allocation``, ``shards``, ``copying``, ``fence`` and ``tensors`` are
+the pieces of a ``span``.
 """
 
 from tpspan.spans.board import Board
