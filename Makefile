@@ -1,5 +1,5 @@
 # make demo    set everything up and let four ranks answer prompts from one shared copy of a model
-# make test    set everything up and run ruff, mypy and the tests
+# make test    set everything up and run ruff, mypy and the tests (make test-all: also the slow ones)
 #
 # Both use one virtual environment, which is built when it is missing or its inputs have changed.
 #
@@ -12,7 +12,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint venv clean
+.PHONY: help demo test test-all lint venv clean
 
 VENV ?= .venv
 LAUNCHER ?= mpirun
@@ -48,6 +48,9 @@ demo: $(READY)
 
 test: lint
 	$(RUN) -m pytest $(PYTEST_ARGS)
+
+test-all: PYTEST_ARGS += --slow
+test-all: test
 
 lint: $(READY)
 	$(call tool,ruff) check .

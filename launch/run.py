@@ -126,6 +126,7 @@ def job_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, str
         "OMPI_MCA_hwloc_base_binding_policy": "none",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "HOME": os.path.expanduser("~"),  # Open MPI does not start without one
         # torchrun would set 1, and warn.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
     }

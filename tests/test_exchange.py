@@ -25,9 +25,16 @@ HELLO = struct.Struct("!16sI")
 
 
 @pytest.fixture
-def listener(tmp_path: Path) -> Iterator[socket.socket]:
+def folder() -> Iterator[Path]:
+    """Short, since the names of Unix sockets are limited to 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def listener(folder: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
-        made.bind(str(tmp_path / "0"))
+        made.bind(str(folder / "0"))
         made.listen(16)
         yield made
 
@@ -47,10 +54,10 @@ def in_thread(step: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_the_right_rank_comes_in(listener: socket.socket, tmp_path: Path) -> None:
+def test_the_right_rank_comes_in(listener: socket.socket, folder: Path) -> None:
     deadline = time.monotonic() + 10
     held: list[socket.socket] = []
-    thread = in_thread(lambda: held.append(connect(tmp_path / "0", 2, TOKEN, deadline)))
+    thread = in_thread(lambda: held.append(connect(folder / "0", 2, TOKEN, deadline)))
     rank, connection = accept(listener, {1, 2}, TOKEN, deadline)
     thread.join()
     assert rank == 2
@@ -73,12 +80,12 @@ def test_the_right_rank_comes_in(listener: socket.socket, tmp_path: Path) -> Non
     ],
 )
 def test_a_stranger_is_turned_away_and_the_rank_still_comes_in(
-    listener: socket.socket, tmp_path: Path, hello: bytes | None
+    listener: socket.socket, folder: Path, hello: bytes | None
 ) -> None:
     deadline = time.monotonic() + 10
-    stranger = knock(tmp_path / "0", hello)
+    stranger = knock(folder / "0", hello)
     held: list[socket.socket] = []
-    thread = in_thread(lambda: held.append(connect(tmp_path / "0", 1, TOKEN, deadline)))
+    thread = in_thread(lambda: held.append(connect(folder / "0", 1, TOKEN, deadline)))
     rank, connection = accept(listener, {1}, TOKEN, deadline)
     thread.join()
     assert rank == 1
@@ -89,13 +96,13 @@ def test_a_stranger_is_turned_away_and_the_rank_still_comes_in(
         each.close()
 
 
-def test_a_rank_with_the_wrong_token_is_told(listener: socket.socket, tmp_path: Path) -> None:
+def test_a_rank_with_the_wrong_token_is_told(listener: socket.socket, folder: Path) -> None:
     deadline = time.monotonic() + 1
     errors: list[BaseException] = []
 
     def come() -> None:
         try:
-            connect(tmp_path / "0", 1, b"another job's ok", deadline)
+            connect(folder / "0", 1, b"another job's ok", deadline)
         except PeerError as error:
             errors.append(error)
 
@@ -108,7 +115,7 @@ def test_a_rank_with_the_wrong_token_is_told(listener: socket.socket, tmp_path: 
 
 
 def test_strangers_that_keep_coming_do_not_hold_a_rank_for_ever(
-    listener: socket.socket, tmp_path: Path
+    listener: socket.socket, folder: Path
 ) -> None:
     """Invariant 9: the wait for a rank has a deadline, whoever else comes."""
     stop = threading.Event()
@@ -120,7 +127,7 @@ def test_strangers_that_keep_coming_do_not_hold_a_rank_for_ever(
                 socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger,
             ):
                 stranger.settimeout(0)  # nobody takes it out of a full queue after the deadline
-                stranger.connect(str(tmp_path / "0"))
+                stranger.connect(str(folder / "0"))
                 stranger.send(b"x")
 
     thread = in_thread(pester)
@@ -134,16 +141,16 @@ def test_strangers_that_keep_coming_do_not_hold_a_rank_for_ever(
         thread.join()
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_nobody_listens(folder: Path) -> None:
     with pytest.raises(PeerError, match="rank 0: connecting to its socket failed"):
-        connect(tmp_path / "0", 1, TOKEN, time.monotonic() + 1)
+        connect(folder / "0", 1, TOKEN, time.monotonic() + 1)
 
 
-def test_a_listener_that_says_nothing(listener: socket.socket, tmp_path: Path) -> None:
+def test_a_listener_that_says_nothing(listener: socket.socket, folder: Path) -> None:
     """Invariant 9."""
     start = time.monotonic()
     with pytest.raises(PeerError, match="rank 0"):
-        connect(tmp_path / "0", 1, TOKEN, time.monotonic() + 0.3)
+        connect(folder / "0", 1, TOKEN, time.monotonic() + 0.3)
     assert time.monotonic() - start < 3
 
 

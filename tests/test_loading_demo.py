@@ -70,7 +70,6 @@ def test_the_demo_takes_a_directory(ranks: Ranks, tiny_model: Path) -> None:
 
 
 @HAS_SMOLLM2
-@pytest.mark.slow
 @pytest.mark.ranks(4, launchers=("mpirun",))
 def test_four_ranks_answer_from_one_copy(ranks: Ranks) -> None:
     # What transformers keeps from its first use would have all of it run twice.

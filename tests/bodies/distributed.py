@@ -292,7 +292,8 @@ def write_after_read(world: World, guarded: bool = True) -> list[bool]:
         out = torch.zeros(size, 1000)
         x = torch.zeros(1000)
         dist.all_gather_into_tensor(out, x, group)
-        pull, turn_of = host_group.host_pull, host_group.HostGroup._next_buffer
+        module: Any = host_group
+        pull, turn_of = module.host_pull, host_group.HostGroup._next_buffer
 
         def slow(*arguments: int) -> None:
             time.sleep(0.3)
@@ -303,7 +304,7 @@ def write_after_read(world: World, guarded: bool = True) -> list[bool]:
             if not guarded:  # one buffer for all steps
                 host_group.HostGroup._next_buffer = lambda self: 0  # type: ignore[method-assign]
             if group.rank == 0:
-                host_group.host_pull = slow
+                module.host_pull = slow
             start = time.monotonic()
             for turn in (1, 2, 3):
                 x.fill_(turn)
@@ -311,7 +312,7 @@ def write_after_read(world: World, guarded: bool = True) -> list[bool]:
                 right.append(bool((out == turn).all()))
             waited_s = time.monotonic() - start
         finally:
-            host_group.host_pull = pull
+            module.host_pull = pull
             host_group.HostGroup._next_buffer = turn_of  # type: ignore[method-assign]
         assert waited_s > 0.25 or not guarded, "a writer was let in before the slow reader left"
     return right
