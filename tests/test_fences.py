@@ -117,4 +117,7 @@ def test_a_wait_on_a_stream_has_a_deadline(ranks: Ranks) -> None:
 def test_a_stray_write_loses_its_writer_and_no_data(ranks: Ranks) -> None:
     """Invariant 12."""
     outcome = ranks.fresh("bodies.streams:stray_write", victim=1)
-    assert outcome.values[0] == 1, outcome.output
+    assert outcome.died == (1,), outcome.output
+    report = outcome.reports[0]
+    assert report is not None and report.error is None, outcome.output
+    assert report.value == 1

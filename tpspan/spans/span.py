@@ -394,7 +394,7 @@ class Span:
             self._dissolve(parts, pooled=False)
             return
         board = parts.board
-        board.begin("Span.close", parts.number, lambda: self._ready_to_close(parts))
+        board.begin("Span.close", parts.number, self._ready_to_close)
         self._dissolve(parts, pooled=True)
 
     def close_with_world(self) -> None:
@@ -483,7 +483,8 @@ class Span:
         view = self._shard_view
         return self._range.num_live + (view.range.num_live if view else 0)
 
-    def _ready_to_close(self, parts: Parts) -> None:
+    def _ready_to_close(self) -> None:
+        self._streams.refuse_capture()
         if self._num_live:
             raise InUseError(
                 f"{self._num_live} tensors of {self!r} are still alive: drop them first, or close "
