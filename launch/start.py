@@ -18,7 +18,7 @@ from tpspan.launch.control import AloneChannel, Channel, StarControl
 from tpspan.launch.environment import Launch, detect
 from tpspan.launch.hosts import Member, deal_gpus, num_threads, on_host_of, this_member
 from tpspan.launch.votes import together
-from tpspan.launch.world import Facts, World
+from tpspan.launch.world import MAX_TIMEOUT_S, Facts, World
 from tpspan.memory.cuda import CudaDriver, cuda_device_count, device_uuid
 from tpspan.memory.driver import Driver
 from tpspan.memory.host import HostDriver
@@ -82,8 +82,8 @@ def init(
         raise LaunchError("init was called already: use tpspan.world(), or close that world first")
     if backend not in ("auto", "cuda", "host"):
         raise ValueError(f"backend={backend!r}: expected 'auto', 'cuda' or 'host' (the CPU)")
-    if timeout_s <= 0:
-        raise ValueError(f"timeout_s={timeout_s} must be positive")
+    if not 0 < timeout_s < MAX_TIMEOUT_S:
+        raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
     share_device = share_device or os.environ.get(SHARE_DEVICE_VARIABLE, "0") not in ("", "0")
     launch = detect(os.environ, process_group=torchrun.process_group(), launcher=launcher)
     launch, channel = _connect(launch, timeout_s)

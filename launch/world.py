@@ -18,6 +18,9 @@ from tpspan.launch.hosts import Member, domain_of, on_host_of, shares_gpu
 from tpspan.memory.closing import close_each
 from tpspan.memory.driver import Driver
 
+MAX_TIMEOUT_S = 1e9
+"""No deadline is later: thirty years, and no clock of the system runs over."""
+
 
 class Closable(Protocol):
     """What a world can own: it must close without waiting for a peer."""

@@ -369,7 +369,7 @@ def test_one_world_at_a_time(no_launcher: None) -> None:
     ("arguments", "text"),
     [
         ({"backend": "cpu"}, r"backend='cpu': expected 'auto', 'cuda' or 'host' \(the CPU\)"),
-        ({"timeout_s": -1.0}, "must be positive"),
+        ({"timeout_s": -1.0}, "must be a positive"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], text: str) -> None:

@@ -31,6 +31,11 @@ def test_a_rank_that_comes_late_does_not_go_on_alone(ranks: Ranks) -> None:
     ranks.run("bodies.peers:late")
 
 
+@pytest.mark.ranks(2, launchers=("mpirun",), backends=("host",))
+def test_a_forked_child_is_not_a_rank(ranks: Ranks) -> None:
+    ranks.run("bodies.peers:forked")
+
+
 @pytest.mark.ranks(3)
 def test_a_killed_rank_is_known_soon_and_its_shard_stays(ranks: Ranks) -> None:
     """Invariants 9 and 11: its memory outlives it."""

@@ -12,7 +12,7 @@ import torch
 
 from bodies.common import failure, fill, finish, gather, holds, meet, pattern, raw, short_lived
 from bodies.remap import mark, striped, value_at
-from tpspan.errors import PeerError
+from tpspan.errors import ClosedError, PeerError
 from tpspan.launch.world import World
 from tpspan.memory import PAGE_NBYTES
 from tpspan.spans import Span
@@ -78,6 +78,25 @@ def late(world: World) -> None:
             assert error.ranks == (1,)
         span.close(force=True)
         world.control.barrier()
+
+
+def forked(world: World) -> None:
+    """A forked child is refused, whatever it calls, and the rank goes on as if nothing had been."""
+    with Span.allocate(world, (world.world_size, 4), torch.uint8) as span:
+        child = os.fork()
+        if child == 0:
+            wrong = 0
+            for call in (span.barrier, span.host_barrier, span.close):
+                try:
+                    call()
+                    wrong += 1
+                except ClosedError as error:
+                    wrong += "forked" not in str(error)
+            os._exit(wrong)
+        assert os.waitpid(child, 0)[1] == 0
+        fill(span)
+        assert holds(span)
+        meet(span)
 
 
 def killed(world: World, victim: int) -> dict[str, float]:

@@ -249,12 +249,14 @@ def closed_world(world: World) -> None:
     inner.close()
     assert not span.is_closed
     assert kept.cpu().view(torch.uint8).reshape(-1).equal(expected), "the tensor stays readable"
-    for use in (span.barrier, lambda: span.fence().wait(), span.close):
+    for use in (span.barrier, lambda: span.fence().wait()):
         with pytest.raises(ClosedError, match="world"):
             use()
+    with pytest.raises(InUseError, match="still alive"):
+        span.close()
     world.control.barrier()
     del kept
-    span.close(force=True)
+    span.close()
     assert span.is_closed
 
 
@@ -284,7 +286,13 @@ def refused_arguments(world: World) -> None:
     uint8 = torch.uint8
     cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         (((-1, 4), uint8), {}, "not negative"),
-        (((2.5, 4), uint8), {}, "not negative"),
+        (((2.5, 4), uint8), {}, "must be a sequence of whole numbers"),
+        ((5, uint8), {}, "must be a sequence of whole numbers"),
+        (((size, 4), uint8), {"rows": 3}, "must be a sequence of whole numbers"),
+        (((size, 4), uint8), {"timeout_s": float("nan")}, "timeout_s=nan must be a positive"),
+        (((size, 4), uint8), {"timeout_s": 0}, "timeout_s=0 must be a positive"),
+        (((size, 4), uint8), {"timeout_s": -1.0}, "timeout_s=-1.0 must be a positive"),
+        (((size, 4), uint8), {"timeout_s": 1e300}, "timeout_s=1e+300 must be a positive"),
         (((size, 4), "float32"), {}, "must be a torch.dtype"),
         (((size, 4), uint8), {"layout": "diagonal"}, "'blocked', 'striped' or a Layout"),
         (((size, 4), uint8), {"rows": [size + 1] + [0] * (size - 1)}, "do not cut"),

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 from tpspan import kernels
 from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
 from tpspan.launch.votes import attempt, settle, together
-from tpspan.launch.world import World
+from tpspan.launch.world import MAX_TIMEOUT_S, World
 from tpspan.memory.host import HostDriver
 from tpspan.spans.exchange import Exchange
 from tpspan.spans.host_ops import HostOps
@@ -29,6 +29,21 @@ T = TypeVar("T")
 _LENGTH_NBYTES = 8
 _MESSAGES_OFFSET = 1 << 20  # the first half of the page holds counters
 _HALF_NBYTES = 1 << 19
+
+
+_num_forks = 0
+
+
+def _forked() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _is_deadline(timeout_s: float | None) -> bool:
+    return timeout_s is None or 0 < timeout_s < MAX_TIMEOUT_S
 
 
 class Board:
@@ -46,6 +61,7 @@ class Board:
         self._round = 0
         self._broken: PeerError | None = None
         self._is_closed = False
+        self._num_forks = _num_forks
         with contextlib.ExitStack() as undo:
             self._pages = Pages(self.exchange, HostDriver())
             undo.callback(self._pages.close)
@@ -59,6 +75,19 @@ class Board:
     def of(world: World) -> Board:
         """The board of a world, made at its first use. Collective."""
         return world.resource("board", Board)
+
+    def check(self) -> None:
+        """Refuse a closed world, and a process that is not the rank it was forked from.
+
+        Raises:
+            ClosedError: one of the two.
+        """
+        if self._is_closed:
+            raise ClosedError("the world of this span is closed")
+        if self._num_forks != _num_forks:
+            raise ClosedError(
+                "this process was forked from a rank after tpspan.init and is not a rank itself"
+            )
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Wait until every rank has come.
@@ -82,8 +111,8 @@ class Board:
         room = _HALF_NBYTES - _LENGTH_NBYTES
         received = [bytearray() for _ in range(self.world_size)]
         at = 0
-        if self._is_closed:
-            raise ClosedError("the world of this span is closed")
+        valid = _is_deadline(timeout_s)
+        self.check()
         while True:
             half = _MESSAGES_OFFSET + self._round % 2 * _HALF_NBYTES
             part = message[at : at + room]
@@ -91,7 +120,7 @@ class Board:
             ctypes.c_uint64.from_address(mine).value = len(message)
             ctypes.memmove(mine + _LENGTH_NBYTES, part, len(part))
             at += len(part)
-            self._meet(self.timeout_s if timeout_s is None else timeout_s)
+            self._meet(self.timeout_s if timeout_s is None or not valid else timeout_s)
             is_complete = True
             for rank, got in enumerate(received):
                 page = self._pages.address_of(rank) + half
@@ -124,7 +153,13 @@ class Board:
             PeerError: the step failed on other ranks, or they did not come.
             BaseException: whatever ``step`` raised on this rank.
         """
-        value, error, vote = attempt(self.rank, step)
+
+        def checked() -> T:
+            if not _is_deadline(timeout_s):
+                raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
+            return step()
+
+        value, error, vote = attempt(self.rank, checked)
         message = (operation, request, vote)
         said = self.all_gather(message, timeout_s=timeout_s)
         if any(other[:2] != said[0][:2] for other in said):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -14,6 +15,11 @@ from tpspan.spans.table import SpanBlock, Table
 from tpspan.spans.tensors import TensorRange
 
 _ADDRESSES_NBYTES = 1 << 47  # what a process can address
+
+
+def as_tuple(value: Any) -> Any:
+    """A sequence as a tuple; anything else as it is, for ``plan_layout`` to refuse."""
+    return tuple(value) if isinstance(value, Iterable) else value
 
 
 def plan_layout(
@@ -31,12 +37,16 @@ def plan_layout(
 
     Raises:
         ValueError: they do not fit together.
-        TypeError: ``dtype`` is not one.
+        TypeError: an argument is of another kind.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
-    if any(not isinstance(size, int) or size < 0 for size in shape):
+    if not isinstance(shape, tuple) or any(not isinstance(size, int) for size in shape):
+        raise TypeError(f"shape must be a sequence of whole numbers, not {shape!r}")
+    if any(size < 0 for size in shape):
         raise ValueError(f"shape {shape} must be of sizes that are not negative")
+    if rows is not None and not isinstance(rows, tuple):
+        raise TypeError(f"rows must be a sequence of whole numbers, not {rows!r}")
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes >= _ADDRESSES_NBYTES:
         raise ValueError(f"the {nbytes} bytes of shape {shape} exceed the addresses of a process")

@@ -21,7 +21,7 @@ from typing import Protocol, cast
 import torch
 
 from tpspan import kernels
-from tpspan.errors import ClosedError, PeerError
+from tpspan.errors import PeerError
 from tpspan.launch.world import World
 from tpspan.memory.closing import close_each
 from tpspan.memory.cuda import CudaDriver
@@ -61,7 +61,6 @@ class Signals:
         exchange = self.board.exchange
         shares_device = any(self.board.all_gather(world.shares_device))
         self._free = list(range(num_slots(world)))[::-1]
-        self._is_closed = False
         with contextlib.ExitStack() as undo:
             self._pages = Pages(exchange, world.driver, on_host=shares_device)
             undo.callback(self._pages.close)
@@ -132,8 +131,7 @@ class Signals:
             PeerError: ranks did not come before the deadline; what was computed since is void.
             ClosedError: the world was closed.
         """
-        if self._is_closed:
-            raise ClosedError("the world of this span is closed")
+        self.board.check()
         missing = self._ops.missing()
         if missing:
             raise PeerError(
@@ -143,7 +141,6 @@ class Signals:
 
     def close(self) -> None:
         """Unmap the counters; every later use raises ``ClosedError``."""
-        self._is_closed = True
         close_each([self._ops.close, self._pages.close])
 
     def _peer(self, peer: int) -> int:

@@ -18,7 +18,7 @@ from tpspan.spans import copying
 from tpspan.spans.allocation import OpenSpans, Parts, allocate_parts, new_span_block
 from tpspan.spans.fence import Fence, StreamsInUse
 from tpspan.spans.layout import Layout, Run
-from tpspan.spans.shards import ShardView, plan_layout
+from tpspan.spans.shards import ShardView, as_tuple, plan_layout
 from tpspan.spans.table import Placement, SpanBlock, Table
 from tpspan.spans.tensors import TensorRange
 
@@ -117,18 +117,16 @@ class Span:
             ValueError: the arguments do not fit together.
         """
 
-        shape = tuple(shape)
-        rows = None if rows is None else tuple(rows)
-        size = world.world_size
+        sizes, counts = as_tuple(shape), as_tuple(rows)
 
         def plan() -> tuple[Layout, tuple[int, ...] | None]:
-            return plan_layout(shape, dtype, size, layout, rows, stripe_nbytes)
+            return plan_layout(sizes, dtype, world.world_size, layout, counts, stripe_nbytes)
 
-        asked = (shape, str(dtype), str(layout), rows, stripe_nbytes)
+        asked = (sizes, str(dtype), str(layout), counts, stripe_nbytes)
         parts, (planned, cut) = allocate_parts(
             world, "Span.allocate", asked, plan, timeout_s=timeout_s
         )
-        return cls(world, planned, shape, dtype, cut, parts)
+        return cls(world, planned, sizes, dtype, cut, parts)
 
     @classmethod
     def allocate_bytes(
@@ -256,9 +254,13 @@ class Span:
         Raises:
             PeerError: ranks did not come, or their work was not done, before the deadline.
         """
-        board = self._open().board
-        self.fence().wait(timeout_s)
-        board.barrier(timeout_s=timeout_s)
+        parts = self._open()
+        parts.board.begin(
+            "Span.host_barrier",
+            parts.number,
+            lambda: self.fence().wait(timeout_s),
+            timeout_s=timeout_s,
+        )
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Say that a stream uses this span, so that fences and the capture check know it."""
@@ -388,6 +390,9 @@ class Span:
         parts = self._parts
         if parts is None:
             return
+        if self.world.is_closed and not force:  # its ranks cannot be asked any more
+            self._refuse_live()
+            force = True
         if force:
             with contextlib.suppress(PeerError, ClosedError):  # dead ranks, or a closed world
                 self._streams.fence().wait()
@@ -485,12 +490,15 @@ class Span:
 
     def _ready_to_close(self) -> None:
         self._streams.refuse_capture()
+        self._refuse_live()
+        self._streams.fence().wait()
+
+    def _refuse_live(self) -> None:
         if self._num_live:
             raise InUseError(
                 f"{self._num_live} tensors of {self!r} are still alive: drop them first, or close "
                 "with force=True and never touch them again"
             )
-        self._streams.fence().wait()
 
     def _dissolve(self, parts: Parts, *, pooled: bool) -> None:
         self._parts = None

@@ -108,7 +108,7 @@ def _table(bench: Bench, nbytes: int) -> Iterator[tuple[Way, Way]]:
         note = "unmap, map and access, with the span's books"
         yield (
             Way("driver part", once, f"{note}; one rank at a time", in_turn=True),
-            Way("driver part of all ranks at once", once, note),
+            Way("driver part, all at once", once, note),
         )
         table.close()
 

@@ -26,7 +26,7 @@ from tpspan.tools.bench.scaling import Fit, Scaling
 SCHEMA = "tpspan-bench-span/1"
 """Changes when a reader of the files would have to."""
 
-_WIDTH = 120
+_WIDTH = 160
 
 
 def document(
