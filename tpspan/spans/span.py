@@ -436,7 +436,8 @@ class Span:
 
     def _open(self) -> Parts:
         parts = self._unclosed()
-        if any(table.is_broken for table in (parts.table, *self._views)):
+        view = self._shard_view
+        if parts.table.is_broken or (view is not None and view.table.is_broken):
             raise ClosedError(f"{self!r} lost a mapping in a failed remap: close it")
         return parts
 
