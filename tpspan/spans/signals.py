@@ -16,7 +16,7 @@ ranks; a second post may hold the sender's stream until the first was taken.
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -167,7 +167,7 @@ class KernelOps:
         self._counts = counts.to(world.device)
         self._epochs, self._sent, self._expected = (row.data_ptr() for row in self._counts)
         self._status = torch.zeros(world.world_size, dtype=torch.int32).pin_memory()
-        self._status_bytes = memoryview(self._status.numpy()).cast("B")
+        self._status_bytes = memoryview(cast(Any, self._status.numpy())).cast("B")
         self._all_well = bytes(len(self._status_bytes))
         _clear_own_page(pages, world)
 
