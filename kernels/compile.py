@@ -1,13 +1,16 @@
-"""Device kernels: compiled once per device by numba to PTX, loaded and launched by cuda.core.
+"""Device kernels: compiled once per device by numba to PTX, loaded by cuda.core.
 
 numba's own dispatcher costs 30 to 100 µs a launch and makes a context of its own; here numba only
-turns a function into PTX. A launch of ours takes 5 to 8 µs of the host.
+turns a function into PTX. Launches go to the driver directly, with arguments packed into memory
+that is kept: ``cuda.core.launch`` takes twice as long.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import re
+import struct
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -39,6 +42,7 @@ _COMPILE_ADVICE = (
 _LOAD_ADVICE = "The driver must be at least as new as the CUDA toolkit that compiled the kernel."
 
 _loaded: dict[tuple[str, int], DeviceKernel] = {}
+_MOST_ARGUMENTS = 16
 _contexts: dict[int, Any] = {}
 _lock = threading.Lock()
 
@@ -84,28 +88,38 @@ def prepare(device_index: int, names: Iterable[str] = _OF_SPANS) -> None:
         kernel(name, device_index)
 
 
+class _Arguments(threading.local):
+    """Where a thread packs the arguments of its launches: the driver copies them in the call.
+
+    Attributes:
+        place: the values, and the address of an array of pointers to them.
+    """
+
+    def __init__(self) -> None:
+        values = (ctypes.c_int64 * _MOST_ARGUMENTS)()
+        addresses = [ctypes.addressof(values) + 8 * index for index in range(_MOST_ARGUMENTS)]
+        self._pointers = (ctypes.c_void_p * _MOST_ARGUMENTS)(*addresses)
+        self.place = values, ctypes.addressof(self._pointers)
+
+
+_arguments = _Arguments()
+
+
 class DeviceKernel:
     """One kernel on one device; calling it launches it."""
 
     def __init__(self, name: str, device_index: int) -> None:
         from cuda.bindings import driver  # absent where there is no CUDA
-        from cuda.core import (
-            LEGACY_DEFAULT_STREAM,
-            Device,
-            LaunchConfig,
-            ObjectCode,
-            Stream,
-            launch,
-        )
+        from cuda.core import Device, ObjectCode
+        from torch import _C  # seconds to import: only who launches pays for it
 
         self.name = name
         self.device_index = device_index
         self._driver = driver
-        self._launch = launch
-        self._stream_of = Stream.from_handle
-        self._config_of = LaunchConfig
-        self._default_stream = LEGACY_DEFAULT_STREAM
-        self._ready: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+        self._launch = driver.cuLaunchKernel
+        self._current_device = _C._cuda_getDevice  # type: ignore[attr-defined]
+        self._streams: dict[int, Any] = {}
+        self._pack_into = struct.Struct(f"{_BODIES[name][1]}q").pack_into
         with _device_context(driver, device_index):
             capability = Device(device_index).compute_capability
             with _advised("compile", name, _COMPILE_ADVICE):
@@ -113,7 +127,7 @@ class DeviceKernel:
             with _advised("load", name, _LOAD_ADVICE):
                 self._code = ObjectCode.from_ptx(ptx.encode(), name=name)
                 self._kernel = self._code.get_kernel(symbol)
-        self._context = int(_contexts[device_index])
+                self._function = driver.CUfunction(int(self._kernel.handle))
 
     def __call__(self, stream: int, num_blocks: int, num_threads: int, *arguments: int) -> None:
         """Launch on a stream given by its handle; the arguments are 64-bit integers.
@@ -121,38 +135,26 @@ class DeviceKernel:
         Raises:
             DriverError: the launch was refused.
         """
+        values, pointers = _arguments.place
+        self._pack_into(values, 0, *arguments)
+        on = self._streams.get(stream)
+        if on is None:
+            on = self._streams[stream] = self._driver.CUstream(stream)
+        call = (self._function, num_blocks, 1, 1, num_threads, 1, 1, 0, on, pointers, 0)
         # A stream has a context, but the default stream is that of whatever device is current.
-        if stream == 0 and not self._is_current():
-            self._launch_in_context(stream, num_blocks, num_threads, arguments)
+        is_there = stream or self._current_device() == self.device_index
+        if is_there and not self._launch(*call)[0]:
             return
-        try:
-            on, config = self._ready[stream, num_blocks, num_threads]
-            self._launch(on, config, self._kernel, *arguments)
-        except Exception:  # the first launch of this kind, a thread without a context, or refused
-            self._launch_in_context(stream, num_blocks, num_threads, arguments)
-
-    def _is_current(self) -> bool:
-        code, current = self._driver.cuCtxGetCurrent()
-        return code == 0 and int(current) == self._context
-
-    def _launch_in_context(
-        self, stream: int, num_blocks: int, num_threads: int, arguments: tuple[int, ...]
-    ) -> None:
-        try:
-            with _device_context(self._driver, self.device_index):
-                on = self._stream_of(stream) if stream else self._default_stream
-                config = self._config_of(grid=num_blocks, block=num_threads)
-                self._launch(on, config, self._kernel, *arguments)
-        except Exception as error:
-            named = re.match(r"CUDA_ERROR_\w+", str(error))
+        with _device_context(self._driver, self.device_index):  # this thread may have had none
+            (code,) = self._launch(*call)
+        if code:
             raise DriverError(
                 "cuLaunchKernel",
-                -1,
-                named.group() if named else type(error).__name__,
+                int(code),
+                code.name,
                 {"kernel": self.name, "num_blocks": num_blocks, "num_threads": num_threads},
                 "An earlier kernel may have failed: errors of a device show at the next call.",
-            ) from error
-        self._ready[stream, num_blocks, num_threads] = on, config
+            )
 
 
 @contextmanager

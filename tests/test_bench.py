@@ -251,7 +251,10 @@ def test_two_ranks_measure_and_report_everything(launcher: str, tmp_path: Path) 
     for name in (
         *(f"{size}, {step}" for size in ("4 MiB", "12 MiB") for step in ("exchange", "total")),
         *(f"{size}, whole collective call, idle" for size in ("2 MiB", "64 MiB")),
-        *(f"{size}, products slower, beside driver part" for size in ("2 MiB", "64 MiB")),
+        *(
+            f"{size}, products slower, beside driver part, one every ms"
+            for size in ("2 MiB", "64 MiB")
+        ),
         *("own shard", "shard of the rank 1 to the right", "whole range in order"),
         *("4 MiB, copy_to", "read through the span sooner than after gloo"),
     ):

@@ -144,6 +144,11 @@ class CudaDriver:
         )
         numa = self._attribute(cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID)
         self._numa_node = max(numa, 0)  # -1 on machines that do not say: their only node is 0
+        self._accesses = {
+            (right, on_host): self._access(right, on_host)
+            for right in Right
+            for on_host in (False, True)
+        }
         self._blocks: dict[int, _Memory] = {}
         self._mapped: dict[int, _Memory] = {}
         granularity = check(
@@ -213,11 +218,8 @@ class CudaDriver:
         del self._mapped[address]
 
     def protect(self, address: int, nbytes: int, right: Right) -> None:
-        locations = [(_ON_DEVICE, int(self._device))]
         block = self._mapped.get(address)
-        if block is not None and block.on_host:  # the CPU may then use the mapping too
-            locations.append((_ON_HOST, self._numa_node))
-        access = [self._access(kind, index, right) for kind, index in locations]
+        access = self._accesses[right, block is not None and block.on_host]
         check(
             "cuMemSetAccess",
             cu.cuMemSetAccess(address, nbytes, access, len(access)),
@@ -278,13 +280,17 @@ class CudaDriver:
         properties.location.id = self._numa_node if on_host else int(self._device)
         return properties
 
-    @staticmethod
-    def _access(kind: Any, index: int, right: Right) -> Any:
-        access = cu.CUmemAccessDesc()
-        access.location.type = kind
-        access.location.id = index
-        access.flags = _FLAGS[right]
-        return access
+    def _access(self, right: Right, on_host: bool) -> list[Any]:
+        """Who may do what; memory of the host may be used by the CPU too."""
+        locations = [(_ON_DEVICE, int(self._device)), (_ON_HOST, self._numa_node)]
+        descriptions = []
+        for kind, index in locations[: 1 + on_host]:
+            access = cu.CUmemAccessDesc()
+            access.location.type = kind
+            access.location.id = index
+            access.flags = _FLAGS[right]
+            descriptions.append(access)
+        return descriptions
 
     @staticmethod
     def _whole_pages(call: str, nbytes: int) -> None:

@@ -48,7 +48,8 @@ def share_parameters(
     Args:
         module: the same structure on all ranks of ``world``.
         world: the ranks that share; all of them must call.
-        buffers: share the buffers too.
+        buffers: share the buffers too; otherwise they stay as and where they are, and
+            ``module.to(world.device)`` moves them.
         read_only: map the parameters read-only once they are filled, that is now if rank 0's are
             real and after ``load_weights`` otherwise. A write then fails where it is made.
         stripe_nbytes: pages of one owner in a row; chosen so that no rank holds more than 1.05 of

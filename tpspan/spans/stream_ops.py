@@ -8,7 +8,8 @@ clears it. Both are always in step, whatever was replayed or launched in between
 A wait of this kind has no deadline of its own. The flags lie in host memory, which streams reach as
 fast here, so that a thread can watch every stream. When one has not come any further for the time
 allowed, and one of the flags is waited for, the thread moves the flags itself: the stream goes on,
-and the ranks that were missing are remembered.
+and the ranks that were missing are remembered. Flags that were moved say nothing true any more, so
+a rank first writes whom it missed where the others, whose deadlines come later, will read it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class StreamOps:
         if batch is None:
             peers = [(self._rank + k) % self._world_size for k in range(1, self._world_size)]
             batch = [op for peer in peers for op in self._posting(slot, peer)]
-            batch += [op for peer in peers for op in self._taking(slot, peer)]
+            taking = [self._taking(slot, peer) for peer in peers]
+            # No flag is cleared before all are set: a flag that is not shows who is missing.
+            batch += [wait for wait, _ in taking] + [clear for _, clear in taking]
             self._batches[slot, -1, "barrier"] = batch
         self._submit(stream, batch)
 
@@ -150,13 +153,15 @@ class StreamOps:
             for peer in range(self._world_size)
             if peer != self._rank
         ]
-        absent = [(slot, peer, theirs) for slot, peer, own, theirs in flags if own.value == _FREE]
-        # In a barrier a missing peer has not taken our flag either.
-        missing = {peer for _, peer, theirs in absent if theirs.value == _SET}
-        missing = missing or {peer for slot, peer, _ in absent if (slot, peer) in self._waits}
-        missing = missing or {peer for _, peer, _, theirs in flags if theirs.value == _SET}
+        missing = self._absent(flags)
+        reports = {peer: self._report(peer) for peer in range(self._world_size)}
+        came = {self._rank, *(peer for peer, report in reports.items() if any(report))}
+        reported = {peer for report in reports.values() for peer, late in enumerate(report) if late}
+        missing = ((missing - came) | reported) - {self._rank} or missing
         if not missing:
             return
+        for peer in missing:
+            self._report(self._rank)[peer] = 1
         self._missing |= missing
         end = time.monotonic() + _PATIENCE_S
         while not _is_done(queue.last) and time.monotonic() < end:
@@ -164,6 +169,20 @@ class StreamOps:
                 own.value = _SET
                 theirs.value = _FREE
             time.sleep(0.001)
+
+    def _absent(self, flags: list[tuple[int, int, Any, Any]]) -> set[int]:
+        """Who is missing, as long as nobody but the streams has moved a flag."""
+        barriers = {slot for slot, _, kind in tuple(self._batches) if kind == "barrier"}
+        absent = [(slot, peer, theirs) for slot, peer, own, theirs in flags if own.value == _FREE]
+        # A barrier that holds the stream is one to which this rank has posted.
+        missing = {peer for slot, peer, to in absent if slot in barriers and to.value == _SET}
+        missing = missing or {peer for slot, peer, _ in absent if (slot, peer) in self._waits}
+        return missing or {peer for _, peer, _, theirs in flags if theirs.value == _SET}
+
+    def _report(self, rank: int) -> ctypes.Array[ctypes.c_uint8]:
+        """Whom a rank has missed, a byte for each rank, behind its flags."""
+        address = self._pages.address_of(rank) + self._pages.page_nbytes - self._world_size
+        return (ctypes.c_uint8 * self._world_size).from_address(address)
 
     def _word(self, slot: int, receiver: int, sender: int) -> ctypes.c_uint32:
         return ctypes.c_uint32.from_address(self._pages.counter(slot, receiver, sender))

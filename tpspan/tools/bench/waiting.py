@@ -58,12 +58,14 @@ def measure_barrier(bench: Bench) -> None:
 
 def measure_launch(bench: Bench) -> None:
     """Host time of launching one of our kernels; on the host, of a post that nobody sleeps for."""
+    samples = bench.sample(_additions, most=100)
+    bench.add_us(
+        "launch", "1000 additions in Python", samples, "how fast the host's processors are just now"
+    )
     if not bench.is_cuda:
         words = (ctypes.c_uint32 * 2)()
         counter, sent = (ctypes.addressof(words) + 4 * index for index in range(2))
-        samples = bench.sample(
-            bench.wall(lambda: kernels.host_post(counter, sent), 1000), most=100
-        )
+        samples = bench.sample(bench.wall(lambda: kernels.host_post(counter, sent), 1000), most=100)
         bench.add_us("launch", "post of a signal, host", samples, "no sleeper to wake; with Python")
         return
     device = bench.world.device.index
@@ -90,3 +92,10 @@ def measure_launch(bench: Bench) -> None:
     samples = bench.sample(lambda: host_time(lambda: data.add_(1)), most=100)
     bench.add_us("launch", "torch add_, host time", samples, "for comparison")
 
+
+def _additions() -> float:
+    start = time.perf_counter()
+    total = 0
+    for number in range(1000):
+        total += number
+    return time.perf_counter() - start
