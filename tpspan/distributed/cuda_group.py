@@ -6,14 +6,16 @@ Streams. Calls of a group use its buffers in turn, so a stream waits for the str
 before. ``async_op`` runs on a side stream that first waits for the current one; the work's ``wait``
 makes the current stream wait for it.
 
-Who reads in which order: the right neighbour first, then on around. Where every rank has a GPU,
-small calls are one launch (``Fused``). Otherwise pieces are pulled by one kernel, or, if they are
-large and ranks share a GPU, by the copy engine, and no kernel waits for another rank: how a stream
-waits is the affair of ``tpspan.spans.signals``.
+Who reads in which order: the right neighbour first, then on around. Small calls are one launch
+where every rank has a GPU (``Fused``); where ranks share one they go through host memory by copy
+engines (``Buffers``). Otherwise pieces are pulled by one kernel, or, if they are large and ranks
+share a GPU, by the copy engine, and no kernel waits for another rank: how a stream waits is the
+affair of ``tpspan.spans.signals``.
 
-Reductions. One-shot, for small ones: each rank adds up all vectors. Two-shot: each adds up its
-slice and stages the result where nobody reads its input, then all pull the results. In both the
-ranks' values are added in the order of the ranks, by somebody who rounds once.
+Reductions. One-shot, for small ones: each rank adds up all vectors. At the root, where ranks share
+a GPU, so that only one of them runs a kernel. Two-shot: each adds up its slice and stages the
+result where nobody reads its input, then all pull the results. In all of them the ranks' values are
+added in the order of the ranks, by somebody who rounds once.
 
 Arguments are compared through ``Journal``, without waiting: by then the barrier may be queued
 already, so a call that does not fit ends at the deadline on the ranks that came first, and at once
@@ -43,8 +45,14 @@ from tpspan.launch.world import World
 from tpspan.spans.board import Board
 
 ONE_SHOT_NBYTES = 256 << 10
+# Of all ranks together: from here on two switches of the time slice cost less than the bus.
+THROUGH_HOST_NBYTES = 4 << 20
+_ROOT = 0
 _ENGINE_NBYTES = 4 << 20
 _ALIGNMENT = 256
+
+# What torch.cuda's functions ask, without what they check: a tenth of a µs instead of one.
+_C: Any = torch._C
 
 
 class CudaGroup:
@@ -64,10 +72,12 @@ class CudaGroup:
         prepare(self._index, REDUCE_KERNELS)
         self._journal = Journal(world)
         shares_device = any(Board.of(world).all_gather(world.shares_device))
-        alone = shares_device or world.world_size == 1
-        self._fused = None if alone else Fused(world)
+        is_alone = world.world_size == 1
+        self._host_buffers = Buffers(world, on_host=True) if shares_device else None
+        self._fused = None if shares_device or is_alone else Fused(world)
         self._lock = threading.RLock()
         self._last: torch.cuda.Stream | None = None
+        self._last_handle = -1
         self._side: torch.cuda.Stream | None = None
         self._others = [(self.rank + k) % self.world_size for k in range(1, self.world_size)]
 
@@ -80,7 +90,7 @@ class CudaGroup:
     ) -> StreamWork | None:
         """Put a call on the current stream, or on the group's side stream behind it."""
         with self._lock:
-            if torch.cuda.current_device() != self._index:
+            if _C._cuda_getDevice() != self._index:
                 with torch.cuda.device(self._index):
                     return self.run(call, outputs, async_op, *used)
             if not async_op:
@@ -128,14 +138,16 @@ class CudaGroup:
         """Put the ranks' pieces, of one size, one after another."""
         nbytes = piece.numel() * piece.element_size()
         self._journal.note(words(Operation.ALL_GATHER, piece.dtype, nbytes))
-        buffers, stream = self._buffers, _stream(self._index)
+        stream = _stream(self._index)
         source, target, size = piece.data_ptr(), output.data_ptr(), self.world_size
         if self._fused is not None and self._fused.serves_gather(nbytes):
             self._fused.gather(target, source, nbytes, stream)
             counts.count("all_gather: fused")
             return
         own = target + self.rank * nbytes
-        by_engine = self.world.shares_device and nbytes >= _ENGINE_NBYTES
+        buffers = self._buffers_for(nbytes * size)
+        is_large = self.world.shares_device and nbytes >= _ENGINE_NBYTES
+        by_engine = buffers.on_host or is_large
         buffers.fit(nbytes)
         for at, part in buffers.parts(nbytes):
             first = buffers.stage(source + at, part, stream)
@@ -145,12 +157,15 @@ class CudaGroup:
                     staged = first + peer * buffers.region_nbytes
                     buffers.copy(target + peer * nbytes + at, staged, part, stream)
                 if own != source:
-                    buffers.copy(own + at, source + at, part, stream)
+                    staged = first + self.rank * buffers.region_nbytes
+                    nearest = staged if buffers.on_host else source + at
+                    buffers.copy(own + at, nearest, part, stream)
             elif part:
                 num_pieces = size if own != source else size - 1
                 self._pull(target + at, nbytes, first, part, part * size, num_pieces, stream)
             buffers.leave(stream)
-        counts.count("all_gather: engine" if by_engine else "all_gather: kernel")
+        way = "through host" if buffers.on_host else "engine" if by_engine else "kernel"
+        counts.count(f"all_gather: {way}")
 
     def all_gather_list(self, outputs: Sequence[torch.Tensor], piece: torch.Tensor) -> None:
         """Put the ranks' pieces, of any sizes, into tensors of their sizes."""
@@ -158,7 +173,7 @@ class CudaGroup:
         digest = zlib.crc32(repr(sizes).encode())
         operation = Operation.ALL_GATHER_LIST
         self._journal.note(words(operation, piece.dtype, sum(sizes), digest=digest))
-        buffers, stream = self._buffers, _stream(self._index)
+        buffers, stream = self._buffers_for(sum(sizes)), _stream(self._index)
         targets = [output.data_ptr() for output in outputs]
         source, nbytes = piece.data_ptr(), sizes[self.rank]
         buffers.fit(max(sizes))
@@ -171,7 +186,9 @@ class CudaGroup:
                 staged = first + peer * buffers.region_nbytes
                 buffers.copy(targets[peer] + at, staged, size, stream)
             if targets[self.rank] != source:
-                buffers.copy(targets[self.rank] + at, source + at, part, stream)
+                staged = first + self.rank * buffers.region_nbytes
+                nearest = staged if buffers.on_host else source + at
+                buffers.copy(targets[self.rank] + at, nearest, part, stream)
             buffers.leave(stream)
         counts.count("all_gather: list")
 
@@ -179,7 +196,7 @@ class CudaGroup:
         """Give the root's tensor to all."""
         nbytes = tensor.numel() * tensor.element_size()
         self._journal.note(words(Operation.BROADCAST, tensor.dtype, nbytes, root=root))
-        buffers, stream = self._buffers, _stream(self._index)
+        buffers, stream = self._buffers_for(nbytes * self.world_size), _stream(self._index)
         address, is_root = tensor.data_ptr(), self.rank == root
         buffers.fit(nbytes)
         for at, part in buffers.parts(nbytes):
@@ -198,9 +215,14 @@ class CudaGroup:
         nbytes = output.numel() * output.element_size()
         operation = Operation.REDUCE_SCATTER
         self._journal.note(words(operation, output.dtype, nbytes, reduction=int(reduction)))
-        buffers, stream = self._buffers, _stream(self._index)
+        stream = _stream(self._index)
         source, target = whole.data_ptr(), output.data_ptr()
         rank, size = self.rank, self.world_size
+        buffers = self._buffers_for(nbytes * size)
+        if buffers.on_host:
+            self._at_root(source, whole, (target, rank * nbytes, nbytes), reduction, stream)
+            counts.count("reduce_scatter: at the root")
+            return
         buffers.fit(nbytes * size)
         slot = buffers.nbytes // size // _ALIGNMENT * _ALIGNMENT
         for at, part in buffers.parts(nbytes, slot):
@@ -234,13 +256,17 @@ class CudaGroup:
         nbytes = tensor.numel() * tensor.element_size()
         operation = Operation.ALL_REDUCE
         self._journal.note(words(operation, tensor.dtype, nbytes, reduction=int(reduction)))
-        buffers, stream = self._buffers, _stream(self._index)
+        buffers, stream = self._buffers_for(nbytes * self.world_size), _stream(self._index)
         address = tensor.data_ptr()
         is_sum = reduction in (Reduction.SUM, Reduction.AVG)
         if self._fused is not None and is_sum and self._fused.serves_sum(nbytes, tensor.dtype):
             divisor = self.world_size if reduction is Reduction.AVG else 1
             self._fused.sum(tensor, divisor, stream)
             counts.count("all_reduce: fused")
+            return
+        if buffers.on_host:
+            self._at_root(address, tensor, (address, 0, nbytes), reduction, stream)
+            counts.count("all_reduce: at the root")
             return
         if nbytes <= ONE_SHOT_NBYTES:
             first = buffers.stage(address, nbytes, stream)
@@ -260,9 +286,51 @@ class CudaGroup:
     def close(self) -> None:
         """Unmap; waits for no other rank."""
         self._buffers.close()
+        if self._host_buffers is not None:
+            self._host_buffers.close()
         if self._fused is not None:
             self._fused.close()
         self._journal.close()
+
+    def _buffers_for(self, nbytes: int) -> Buffers:
+        """Where a call is staged that moves so many bytes of all ranks together."""
+        if self._host_buffers is not None and nbytes <= THROUGH_HOST_NBYTES:
+            return self._host_buffers
+        return self._buffers
+
+    def _at_root(
+        self,
+        source: int,
+        tensor: torch.Tensor,
+        part: tuple[int, int, int],
+        reduction: Reduction,
+        stream: int,
+    ) -> None:
+        """Reduce the ranks' vectors in the root's buffer, from which each rank takes its part.
+
+        Args:
+            source, tensor: this rank's vector.
+            part: where this rank's part goes, its offset in the vector, and its bytes.
+        """
+        buffers = self._host_buffers
+        assert buffers is not None
+        nbytes = tensor.numel() * tensor.element_size()
+        target, start, part_nbytes = part
+        for at, longest in buffers.parts(nbytes):
+            first = buffers.stage(source + at, longest, stream)
+            buffers.meet(stream)
+            result = first + _ROOT * buffers.region_nbytes
+            if self.rank == _ROOT:
+                numel = longest // tensor.element_size()
+                self._reduce_over(
+                    result, 0, first, result, numel, reduction, stream, (tensor,), buffers
+                )
+            buffers.meet(stream)
+            begin = max(start, at)
+            taken = min(start + part_nbytes, at + longest) - begin
+            if taken > 0:
+                buffers.copy(target + begin - start, result + begin - at, taken, stream)
+            buffers.leave(stream)
 
     def _two_shot(
         self, tensor: torch.Tensor, address: int, nbytes: int, reduction: Reduction, stream: int
@@ -331,26 +399,30 @@ class CudaGroup:
         reduction: Reduction,
         stream: int,
         tensors: tuple[torch.Tensor, ...],
+        buffers: Buffers | None = None,
     ) -> None:
         ranks = (self.rank, self.world_size)
+        buffers = buffers or self._buffers
         if numel:
             reduce_over(
-                self._buffers, ranks, target, second, first, own, numel, reduction, stream, tensors
+                buffers, ranks, target, second, first, own, numel, reduction, stream, tensors
             )
 
     def _in_order(self, call: Callable[[], object]) -> None:
         """Behind the group's call before, if that was on another stream; not in a capture."""
-        capturing = self._buffers.capturing = torch.cuda.is_current_stream_capturing()
+        capturing = self._buffers.capturing = _C._cuda_isCurrentStreamCapturing()
+        if self._host_buffers is not None:
+            self._host_buffers.capturing = capturing
         if not capturing:
             handle = _stream(self._index)
-            if self._last is None or self._last.cuda_stream != handle:
+            if self._last_handle != handle:
                 current = torch.cuda.current_stream()
                 if self._last is not None:
                     current.wait_stream(self._last)
-                self._last = current
+                self._last, self._last_handle = current, handle
         call()
 
 
 def _stream(index: int) -> int:
     """The current stream's handle: 0.2 µs, where a Stream object takes 6."""
-    return int(torch._C._cuda_getCurrentRawStream(index))
+    return int(_C._cuda_getCurrentRawStream(index))

@@ -15,6 +15,8 @@ from tpspan.errors import DriverError, OutOfMemoryError
 from tpspan.memory.advice import OUT_OF_MEMORY, advise
 from tpspan.memory.driver import PAGE_NBYTES, Right
 
+_SUCCESS = cu.CUresult.CUDA_SUCCESS
+_IMPLICIT = cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 _FLAGS = {
     Right.NONE: cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_NONE,
     Right.READ: cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ,
@@ -23,7 +25,6 @@ _FLAGS = {
 _POSIX = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ON_DEVICE = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 _ON_HOST = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
-_SUCCESS = cu.CUresult.CUDA_SUCCESS
 
 
 def check(call: str, result: tuple[Any, ...], **arguments: object) -> Any:
@@ -246,6 +247,10 @@ class CudaDriver:
         return handle
 
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
+        # The default stream is that of whatever context is current; other streams have one.
+        is_there = stream or torch._C._cuda_getDevice() == self.device.index  # type: ignore[attr-defined]
+        if is_there and cu.cuMemcpyAsync(target, source, nbytes, stream)[0] == _SUCCESS:
+            return
         with self.current():
             check(
                 "cuMemcpyAsync",
@@ -261,9 +266,11 @@ class CudaDriver:
         return int(free), int(total)
 
     def is_capturing(self, stream: int) -> bool:
-        with self.current():
-            code, status = cu.cuStreamIsCapturing(stream)
-        if code == cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+        code, status = cu.cuStreamIsCapturing(stream)
+        if code not in (_SUCCESS, _IMPLICIT):  # this thread may have no context
+            with self.current():
+                code, status = cu.cuStreamIsCapturing(stream)
+        if code == _IMPLICIT:
             return True  # the legacy stream, while another stream is being captured
         check("cuStreamIsCapturing", (code,), stream=stream)
         return bool(status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)

@@ -1,4 +1,4 @@
-"""One page of every rank, mapped read-write by all: what counters and messages lie in."""
+"""A page or more of every rank, mapped read-write by all: what counters and messages lie in."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from tpspan.spans.exchange import Exchange
 
 
 class Pages:
-    """``world_size`` pages, the r-th of which is memory of rank r. Collective; all ranks or none.
+    """``world_size`` blocks, the r-th of which is memory of rank r. Collective; all ranks or none.
 
     Args:
         exchange: passes the pages among the ranks.
         driver: creates and maps them.
         on_host: take host memory that the GPU maps too, so that the CPU may read and write it.
+        nbytes: of each rank, whole pages; by default one page.
 
     Attributes:
         base_address: where the page of rank 0 is mapped in this process.
         page_nbytes: the distance from one rank's page to the next.
     """
 
-    def __init__(self, exchange: Exchange, driver: Driver, *, on_host: bool = False) -> None:
-        self.page_nbytes = driver.page_nbytes
+    def __init__(
+        self,
+        exchange: Exchange,
+        driver: Driver,
+        *,
+        on_host: bool = False,
+        nbytes: int | None = None,
+    ) -> None:
+        self.page_nbytes = nbytes or driver.page_nbytes
         sizes = [[self.page_nbytes]] * exchange.world_size
         with contextlib.ExitStack() as undo:
 
