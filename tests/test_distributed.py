@@ -14,7 +14,10 @@ from harness import Ranks
 from tpspan.distributed.reductions import combine
 from tpspan.distributed.requests import Operation, Reduction, describe, reduction_of, words
 
-OWN = {"Stats", "SpanProcessGroup", "register", "stats"}
+OWN = {
+    *("Stats", "SpanProcessGroup", "register", "stats"),
+    *("SpanAllGather", "SpanReduceScatter", "use_spans"),
+}
 DTYPES = (
     "float32",
     "bfloat16",
@@ -73,7 +76,7 @@ def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
     ranks.run("bodies.distributed:left_alone")
 
 
-@pytest.mark.ranks(2, 4, backends=("host",))
+@pytest.mark.ranks(2, 4)
 def test_a_writer_waits_for_a_slow_reader(ranks: Ranks) -> None:
     """Invariant 6; and the test sees it if the guard is taken out."""
     assert all(all(right) for right in ranks.run("bodies.distributed:write_after_read"))
@@ -92,7 +95,7 @@ def test_random_calls(ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(3, launchers=("mpirun",))
+@pytest.mark.ranks(2, 3, 4, launchers=("mpirun",))
 def test_very_many_random_calls(ranks: Ranks) -> None:
     ranks.run("bodies.distributed:random_calls", num_calls=100_000, seed=1, deadline_s=900.0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,9 +25,8 @@ def test_programs_of_torch_with_a_backend_for_each_device(ranks: Ranks, tmp_path
 
 
 def run_programs(ranks: Ranks, backend: str, folder: Path) -> None:
-    if ranks.backend == "cuda" and ranks.size > 1:
-        pytest.skip("needs NCCL as the reference, which refuses ranks that share a GPU")
-    reference = "nccl" if ranks.backend == "cuda" else "gloo"
+    has_nccl = ranks.backend == "cuda" and torch.cuda.device_count() >= ranks.size
+    reference = "nccl" if has_nccl else "gloo"
     ranks.run(
         "bodies.process_groups:programs",
         folder=str(folder),
@@ -41,8 +41,23 @@ def test_functions_take_groups_of_torch(ranks: Ranks) -> None:
     ranks.run("bodies.process_groups:functions_over_torch_groups", leaks=False)
 
 
-@pytest.mark.ranks(2, 3, 4, launchers=("mpirun",), backends=("host",))
-def test_gathers_between_domains(ranks: Ranks) -> None:
+@pytest.mark.ranks(2, 3, launchers=("mpirun",))
+def test_gloo_by_way_of_host_memory(ranks: Ranks) -> None:
+    ranks.run("bodies.process_groups:through_host_memory", leaks=False)
+
+
+@pytest.mark.ranks(2, 3, 4, launchers=("mpirun",))
+def test_subgroups(ranks: Ranks) -> None:
+    ranks.run("bodies.process_groups:subgroups", backend="tpspan", leaks=False)
+
+
+@pytest.mark.ranks(1, 2, 3, launchers=("mpirun",))
+def test_many_calls_as_one(ranks: Ranks) -> None:
+    ranks.run("bodies.process_groups:coalesced", backend="tpspan", leaks=False)
+
+
+@pytest.mark.ranks(2, 3, 4, launchers=("mpirun",))
+def test_gathers_between_domains_and_the_rest_is_delegated(ranks: Ranks) -> None:
     ranks.run("bodies.process_groups:between_domains", leaks=False)
 
 

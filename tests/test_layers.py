@@ -31,7 +31,12 @@ NARROWER = {"kernels": {"errors"}, "launch": {"errors", "memory"}}
 PUBLIC = set(LAYERS) - {"tools"}
 
 # Arithmetic that is tested without torch, without a driver and without a device.
-POLICY = ("tpspan/spans/layout.py",)
+POLICY = (
+    "tpspan/spans/layout.py",
+    "tpspan/parallel/chunks.py",
+    "tpspan/parallel/order.py",
+    "tpspan/parallel/policy.py",
+)
 POLICY_FORBIDDEN = {"torch", "numba", "cuda", "ctypes", "mpi4py"}
 
 # `tpspan run` and `--help` have to answer without waiting for torch: a command imports what it runs

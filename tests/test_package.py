@@ -92,11 +92,24 @@ with tpspan.init(backend="host") as world:
     found = [world.world_size, tpspan.__file__, tpspan.kernels.__file__, tpspan.launch.__file__]
 print(json.dumps([*found, *map(importlib.util.find_spec, ["kernels", "launch"])]))
 """
+    unchanged = """
+import sys, torch, torch.distributed as dist
+assert not {"tpspan.launch", "tpspan.kernels", "numba", "mpi4py"} & set(sys.modules)
+dist.init_process_group("tpspan", rank=0, world_size=1, store=dist.HashStore())
+dist.all_reduce(torch.ones(3))
+print(dist.get_backend(), dist.Backend.default_device_backend_map["cpu"])
+dist.destroy_process_group()
+"""
     output = command(python, "-I", "-c", program, cwd=tmp_path)
     size, *files, kernels, launch = json.loads(output.splitlines()[-1])
     assert size == 1
     assert all(file.startswith(str(site)) for file in files), files
     assert (kernels, launch) == (None, None)
+    # torch finds the backend by itself; programs that do not ask for it notice nothing.
+    said = command(python, "-I", "-c", unchanged, cwd=tmp_path).splitlines()[-1]
+    assert said == "tpspan gloo"
+    for first in ("tpspan.distributed", "tpspan.distributed.registration", "tpspan"):
+        command(python, "-I", "-W", "error", "-c", f"import {first}", cwd=tmp_path)
     assert "--num-ranks" in command(home / "bin" / "tpspan", "run", "--help", cwd=tmp_path)
 
 

@@ -62,6 +62,11 @@ def test_many_spans_at_once_use_memory_again(ranks: Ranks) -> None:
     ranks.run("bodies.spans:many_at_once")
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_span_is_found_by_an_address(ranks: Ranks) -> None:
+    ranks.run("bodies.spans:found_by_address")
+
+
 @pytest.mark.ranks()
 def test_tensors_keep_their_span_alive(ranks: Ranks) -> None:
     ranks.run("bodies.spans:tensors_keep_the_span")

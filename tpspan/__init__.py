@@ -12,6 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tpspan.distributed.fsdp import SpanAllGather, SpanReduceScatter
+    from tpspan.distributed.fsdp_model import use_spans
     from tpspan.errors import (
         CaptureError,
         CheckpointError,
@@ -27,8 +29,11 @@ if TYPE_CHECKING:
     from tpspan.launch.start import init, world
     from tpspan.launch.world import World
     from tpspan.memory.driver import Right
+    from tpspan.parallel.linear import GatheredLinear
     from tpspan.parallel.loading import load_weights
+    from tpspan.parallel.owned import owned_parameters
     from tpspan.parallel.parameters import share_parameters
+    from tpspan.parallel.prefetch import read_policy
     from tpspan.spans.layout import Layout
     from tpspan.spans.span import Span
 
@@ -45,11 +50,17 @@ _HOME = {
     "OutOfMemoryError": "errors",
     "PeerError": "errors",
     "TpspanError": "errors",
+    "SpanAllGather": "distributed.fsdp",
+    "SpanReduceScatter": "distributed.fsdp",
+    "use_spans": "distributed.fsdp_model",
     "init": "launch.start",
     "world": "launch.start",
     "World": "launch.world",
     "Right": "memory.driver",
+    "GatheredLinear": "parallel.linear",
     "load_weights": "parallel.loading",
+    "owned_parameters": "parallel.owned",
+    "read_policy": "parallel.prefetch",
     "share_parameters": "parallel.parameters",
     "Layout": "spans.layout",
     "Span": "spans.span",
@@ -61,6 +72,7 @@ __all__ = [
     "ClosedError",
     "CollectiveMismatch",
     "DriverError",
+    "GatheredLinear",
     "InUseError",
     "Layout",
     "LaunchError",
@@ -68,11 +80,16 @@ __all__ = [
     "PeerError",
     "Right",
     "Span",
+    "SpanAllGather",
+    "SpanReduceScatter",
     "TpspanError",
     "World",
     "init",
     "load_weights",
+    "owned_parameters",
+    "read_policy",
     "share_parameters",
+    "use_spans",
     "world",
 ]
 

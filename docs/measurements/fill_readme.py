@@ -22,9 +22,21 @@ ROWS = [
     ("barrier", r"on the stream, of many.*", "barrier on the stream"),
     ("barrier", r"host time of the call|of the host.*", "barrier, host time"),
     ("launch", r".*of ours.*", "launch of one of our kernels, host time"),
-    ("remap", r"2 MiB, driver part, one after another, beside products", "remap of 2 MiB beside running kernels"),
-    ("remap", r"64 MiB, driver part, one after another, beside products", "remap of 64 MiB beside running kernels"),
-    ("remap", r"64 MiB, products slower, beside driver part, one every ms", "how much it slows those kernels"),
+    (
+        "remap",
+        r"2 MiB, driver part, one after another, beside products",
+        "remap of 2 MiB beside running kernels",
+    ),
+    (
+        "remap",
+        r"64 MiB, driver part, one after another, beside products",
+        "remap of 64 MiB beside running kernels",
+    ),
+    (
+        "remap",
+        r"64 MiB, products slower, beside driver part, one every ms",
+        "how much it slows those kernels",
+    ),
     (
         "remap",
         r"64 MiB, whole collective call, one every ms, beside products",

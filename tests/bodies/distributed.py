@@ -15,7 +15,8 @@ from torch.distributed import ReduceOp
 
 import tpspan.distributed as dist
 from bodies.common import failure, finish, gather, short_lived
-from tpspan.distributed import host_group, requests
+from tpspan.distributed import cuda_group, host_group, requests
+from tpspan.distributed.buffers import Buffers
 from tpspan.distributed.journal import Journal
 from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
 from tpspan.launch.world import World
@@ -281,17 +282,10 @@ def left_alone(world: World) -> None:
             time.sleep(1.5)
 
 
-def write_after_read(world: World, guarded: bool = True) -> list[bool]:
-    """Invariant 6: while a reader is slow, the writer waits; without the guard it overwrites.
-
-    Returns:
-        Whether what this rank read was right.
-    """
-    size = world.world_size
-    with group_of(world) as group:
-        out = torch.zeros(size, 1000)
-        x = torch.zeros(1000)
-        dist.all_gather_into_tensor(out, x, group)
+@contextmanager
+def slow_reader(world: World, rank: int, guarded: bool) -> Iterator[None]:
+    """That rank waits before it reads what was staged; without the guard all use one buffer."""
+    if world.backend == "host":
         module: Any = host_group
         pull, turn_of = module.host_pull, host_group.HostGroup._next_buffer
 
@@ -299,21 +293,59 @@ def write_after_read(world: World, guarded: bool = True) -> list[bool]:
             time.sleep(0.3)
             pull(*arguments)
 
-        right = []
         try:
-            if not guarded:  # one buffer for all steps
+            if not guarded:
                 host_group.HostGroup._next_buffer = lambda self: 0  # type: ignore[method-assign]
-            if group.rank == 0:
+            if world.rank == rank:
                 module.host_pull = slow
+            yield
+        finally:
+            module.host_pull = pull
+            host_group.HostGroup._next_buffer = turn_of  # type: ignore[method-assign]
+        return
+    module, stage = cuda_group, Buffers.stage
+    pull = module.pull
+
+    def slow_on_stream(*arguments: Any, **options: Any) -> None:
+        torch.cuda._sleep(600_000_000)  # type: ignore[attr-defined]
+        pull(*arguments, **options)
+
+    def stage_in_one(self: Buffers, source: int, nbytes: int, stream: int) -> int:
+        self._turn = 0
+        return stage(self, source, nbytes, stream)
+
+    try:
+        if not guarded:
+            Buffers.stage = stage_in_one  # type: ignore[method-assign]
+        if world.rank == rank:
+            module.pull = slow_on_stream
+        yield
+    finally:
+        module.pull = pull
+        Buffers.stage = stage  # type: ignore[method-assign]
+
+
+def write_after_read(world: World, guarded: bool = True) -> list[bool]:
+    """Invariant 6: while a reader is slow, the writer waits; without the guard it overwrites.
+
+    Returns:
+        Whether what this rank read was right.
+    """
+    size, device = world.world_size, world.device
+    numel = 1000 if world.backend == "host" else 300_000  # smaller ones are one kernel, unstaged
+    with group_of(world) as group:
+        out = torch.zeros(size, numel, device=device)
+        x = torch.zeros(numel, device=device)
+        dist.all_gather_into_tensor(out, x, group)
+        finish(world)
+        right = []
+        with slow_reader(world, 0, guarded):
             start = time.monotonic()
             for turn in (1, 2, 3):
                 x.fill_(turn)
                 dist.all_gather_into_tensor(out, x, group)
                 right.append(bool((out == turn).all()))
             waited_s = time.monotonic() - start
-        finally:
-            module.host_pull = pull
-            host_group.HostGroup._next_buffer = turn_of  # type: ignore[method-assign]
         assert waited_s > 0.25 or not guarded, "a writer was let in before the slow reader left"
     return right
 
@@ -350,7 +382,8 @@ def random_calls(world: World, num_calls: int, seed: int = 0) -> None:
         ]
         members = [ranks for ranks in members if ranks]
         worlds = [everyone.subset(ranks) if world.rank in ranks else None for ranks in members]
-        dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
+        dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
+        dtypes += [torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
         for _ in range(num_calls):
             which = dice.randrange(len(members))
             numel = int(2 ** dice.uniform(0, 16)) - 1
@@ -399,17 +432,37 @@ def replayed(world: World, num_replays: int) -> None:
             out = torch.empty(size, numel, device=device)
             reduced = torch.empty_like(x)
             part = torch.empty(numel // size, device=device)
+            rows = torch.empty(size, numel, device=device)
+            sent, seen = torch.empty_like(x), torch.empty_like(out)
+            largest = torch.empty_like(x)
+            span = Span.allocate(group, (size, numel), torch.float32)
+            local, gathered = span.local, span.gathered
 
             def step(
                 x: torch.Tensor = x,
                 out: torch.Tensor = out,
                 reduced: torch.Tensor = reduced,
                 part: torch.Tensor = part,
+                rows: torch.Tensor = rows,
+                sent: torch.Tensor = sent,
+                seen: torch.Tensor = seen,
+                largest: torch.Tensor = largest,
+                local: torch.Tensor = local,
+                gathered: torch.Tensor = gathered,
             ) -> None:
                 dist.all_gather_into_tensor(out, x, group)
                 reduced.copy_(x)
                 dist.all_reduce(reduced, group=group)
                 dist.reduce_scatter_tensor(part, x[: part.numel() * size], group=group)
+                dist.all_gather(list(rows), x, group)
+                sent.copy_(x)
+                dist.broadcast(sent, size - 1, group)
+                largest.copy_(x)
+                dist.all_reduce(largest, ReduceOp.MAX, group)
+                local.copy_(x)
+                dist.all_gather_into_tensor(gathered, local, group)
+                seen.copy_(gathered)
+                dist.barrier(group)  # all have read: the next replay may write
 
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -429,12 +482,15 @@ def replayed(world: World, num_replays: int) -> None:
                 summed = float(sum(rank + turn for rank in range(size)))
                 wrong += (out != ranks + turn).sum() + (reduced != summed).sum()
                 wrong += (part != summed).sum()
+                wrong += (rows != ranks + turn).sum() + (seen != ranks + turn).sum()
+                wrong += (sent != size - 1 + turn).sum() + (largest != size - 1 + turn).sum()
                 if turn % 10 == 3:
                     dist.all_reduce(torch.ones(5000, device=device), group=group)
             torch.cuda.synchronize()
             assert float(wrong) == 0
             world.control.barrier()
-            del graph
+            del graph, step, local, gathered
+            span.close()
 
 
 def words_agree(world: World) -> None:

@@ -14,6 +14,7 @@ from tpspan.errors import ClosedError, InUseError, PeerError
 from tpspan.launch.world import World
 from tpspan.memory import PAGE_NBYTES, Right
 from tpspan.spans import Layout, Span
+from tpspan.spans.allocation import OpenSpans
 
 PAGE = PAGE_NBYTES
 
@@ -335,3 +336,21 @@ def refused_arguments(world: World) -> None:
         fill(span)
         assert holds(span)
         meet(span)
+
+
+def found_by_address(world: World) -> None:
+    """An address leads to the open span whose logical bytes hold it, and to no other."""
+    spans = OpenSpans.of(world)
+    first = Span.allocate(world, (1000,), torch.uint8)
+    second = Span.allocate(world, (PAGE + 7,), torch.uint8)
+    for span in (first, second):
+        for offset in (0, span.nbytes - 1):
+            assert spans.find(span.base_address + offset) is span
+        assert spans.find(span.base_address + span.nbytes) is not span
+        assert spans.find(span.base_address - 1) is not span
+    ordinary = torch.zeros(4, device=world.device)
+    assert spans.find(ordinary.data_ptr()) is None
+    base = first.base_address
+    first.close()
+    assert spans.find(base) is None
+    second.close()

@@ -8,8 +8,10 @@ From the bottom: ``requests`` and ``counts`` are words and counts; ``reductions`
 ``buffers``, ``fused`` and ``journal`` are how they do on a stream; ``host_group`` and
 ``cuda_group`` carry calls out on one kind of device, with ``host_reduce`` and ``cuda_reduce``;
 ``domains`` does so between hosts; ``store_world`` and ``groups`` find the ranks; ``calls`` checks
-arguments, with ``tensors``; ``collectives`` and ``process_group``, over its ``inner`` backends, are
-what programs see.
+arguments, with ``tensors``; ``collectives`` and ``process_group``, over its ``inner`` backends and,
+where ranks share a GPU, ``through_host``, are what programs see. For FSDP2 there are ``lines`` on
+which ranks meet, ``fsdp_buffers`` and ``fsdp_memory`` over them, ``fsdp``, which torch calls, and
+``fsdp_model``.
 
 Importing this makes ``init_process_group("tpspan")`` known to torch, and nothing else: the rest is
 imported at its first use, so that torch can find the backend by its entry point at no cost.
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
         reduce_scatter_tensor,
     )
     from tpspan.distributed.counts import Stats, stats
+    from tpspan.distributed.fsdp import SpanAllGather, SpanReduceScatter
+    from tpspan.distributed.fsdp_model import use_spans
     from tpspan.distributed.process_group import SpanProcessGroup
 
 _HOME = {
@@ -53,11 +57,16 @@ _HOME = {
     "reduce_scatter_tensor": "collectives",
     "Stats": "counts",
     "stats": "counts",
+    "SpanAllGather": "fsdp",
+    "SpanReduceScatter": "fsdp",
+    "use_spans": "fsdp_model",
     "SpanProcessGroup": "process_group",
 }
 
 __all__ = [
+    "SpanAllGather",
     "SpanProcessGroup",
+    "SpanReduceScatter",
     "Stats",
     "all_gather",
     "all_gather_into_tensor",
@@ -71,6 +80,7 @@ __all__ = [
     "reduce_scatter_tensor",
     "register",
     "stats",
+    "use_spans",
 ]
 
 

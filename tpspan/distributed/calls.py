@@ -36,15 +36,17 @@ def all_gather_single(
     engine = _gathering_engine(group, piece, output)
     if engine is None:
         return NotImplemented
-    output, piece = alike(output, piece)
     if output.dtype != piece.dtype:
-        raise _refused(engine, TypeError(WRONG_DTYPE))
-    if output.numel() != piece.numel() * group.size:
+        output, piece = alike(output, piece)
+        if output.dtype != piece.dtype:
+            raise _refused(engine, TypeError(WRONG_DTYPE))
+    numel = piece.numel()
+    if output.numel() != numel * group.size:
         raise _refused(engine, ValueError(WRONG_SIZE))
     if output.device != piece.device:
         raise _refused(engine, ValueError(_devices(output, piece)))
     source, target = readable(piece), writable(output)
-    nbytes = source.numel() * source.element_size()
+    nbytes = numel * source.element_size()
     is_own_part = nbytes and source.data_ptr() == target.data_ptr() + group.rank * nbytes
     if is_own_part and not isinstance(engine, DomainsGroup):
         mapped, offset = engine, offset_in_span(engine, target)

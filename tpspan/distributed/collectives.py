@@ -233,7 +233,9 @@ def _delegate(operation: str, group: Group) -> Callable[..., Any]:
             "group of torch that could: call torch.distributed.init_process_group, or "
             "tpspan.init(torch_distributed=True), and give its group"
         )
-    counts.count_delegated(operation)
+    # A group of spans counts what it hands on itself; objects travel over its own gathers.
+    if operation == "all_gather_object" or getattr(target, "span_group", None) is None:
+        counts.count_delegated(operation)
     newer = _NEWER.get(operation, operation)
     function = getattr(torch_distributed, newer, None) or getattr(torch_distributed, operation)
 

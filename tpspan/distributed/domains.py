@@ -4,7 +4,8 @@ A rank sends its piece once to every other domain, to the rank there whose turn 
 of a domain take the remote ranks in turn, so that all of them share the work. What a domain has
 received is then gathered among its ranks through the memory they map, like their own pieces.
 
-The transfers go through torch's group (gloo), never through something of our own.
+The transfers go through torch's group, never through something of our own: NCCL between GPUs, and
+gloo otherwise. Ranks that share a GPU have no NCCL; their pieces go through host memory.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from tpspan.distributed import counts
+from tpspan.distributed.cuda_group import CudaGroup
 from tpspan.distributed.host_group import HostGroup
-from tpspan.distributed.work import HostWork
+from tpspan.distributed.inner import c10d
+from tpspan.distributed.work import HostWork, StreamWork
 from tpspan.launch.world import World
 
 
@@ -70,8 +73,14 @@ class DomainsGroup:
         self.routes = Routes(tuple(sorted(set(told))))
         self._domain = self.routes.domain_of(self.rank)
         self._delegate = delegate
+        self._is_cuda = world.backend == "cuda"
+        self._has_nccl = self._is_cuda and _has_nccl(delegate)
         local = world.subset(self._domain)
-        self._local = local.resource("distributed", HostGroup)
+        self._local: HostGroup | CudaGroup
+        if self._is_cuda:
+            self._local = local.resource("distributed", CudaGroup)
+        else:
+            self._local = local.resource("distributed", HostGroup)
 
     def run(
         self,
@@ -79,9 +88,9 @@ class DomainsGroup:
         outputs: list[torch.Tensor],
         async_op: bool,
         *used: torch.Tensor,
-    ) -> HostWork | None:
+    ) -> HostWork | StreamWork | None:
         """Carry a call out after all those before it."""
-        return self._local.run(call, outputs, async_op)
+        return self._local.run(call, outputs, async_op, *used)
 
     def refuse(self) -> None:
         """Fail in the other ranks of this domain; those elsewhere wait until their deadline."""
@@ -97,31 +106,55 @@ class DomainsGroup:
     def all_gather_list(self, outputs: Sequence[torch.Tensor], piece: torch.Tensor) -> None:
         """Put the ranks' pieces, of any sizes, into tensors of their sizes."""
         routes, rank = self.routes, self.rank
-        works: list[Any] = []
-        for remote in routes.received_by(rank):
-            works.append(self._delegate.recv([_bytes(outputs[remote])], remote, rank))
-        sent = _bytes(piece)
-        for target in routes.targets_of(rank):
-            works.append(self._delegate.send([sent], target, target))
+        received = {remote: _bytes(outputs[remote]) for remote in routes.received_by(rank)}
+        finish = self._begin_transfers(received, _bytes(piece))
         self._local.all_gather_list([outputs[mate] for mate in self._domain], piece)
-        for work in works:
-            work.wait()
+        finish()
         # What each rank here has received, side by side: one more gather within the domain.
         shares = [routes.received_by(mate) for mate in self._domain]
         buffers = [
-            torch.empty(sum(_nbytes(outputs[r]) for r in share), dtype=torch.uint8)
+            piece.new_empty(sum(_nbytes(outputs[r]) for r in share), dtype=torch.uint8)
             for share in shares
         ]
-        own = [_bytes(outputs[r]) for r in routes.received_by(rank)]
-        given = torch.cat(own) if own else torch.empty(0, dtype=torch.uint8)
+        given = torch.cat([*received.values(), piece.new_empty(0, dtype=torch.uint8)])
         self._local.all_gather_list(buffers, given)
         for share, buffer in zip(shares, buffers, strict=True):
             at = 0
             for remote in share:
-                received = _bytes(outputs[remote])
-                received.copy_(buffer[at : at + received.numel()])
-                at += received.numel()
+                target = _bytes(outputs[remote])
+                if remote not in received:
+                    target.copy_(buffer[at : at + target.numel()])
+                at += target.numel()
         counts.count("all_gather: between domains")
+
+    def _begin_transfers(
+        self, received: dict[int, torch.Tensor], sent: torch.Tensor
+    ) -> Callable[[], None]:
+        """Start to send and to receive; what is returned waits until all is there."""
+        delegate: Any = self._delegate
+        rank, targets = self.rank, self.routes.targets_of(self.rank)
+        staged = received
+        if self._is_cuda and not self._has_nccl:
+            staged = {
+                remote: torch.empty_like(one, device="cpu") for remote, one in received.items()
+            }
+            sent = sent.cpu()
+        if self._has_nccl:
+            delegate._start_coalescing(self.world.device)
+        works = [delegate.recv([one], remote, rank) for remote, one in staged.items()]
+        works += [delegate.send([sent], target, target) for target in targets]
+        if self._has_nccl:
+            works = [delegate._end_coalescing(self.world.device)]
+        pending = [(work, sent) for work in works if work is not None]  # gloo keeps no tensor
+
+        def finish() -> None:
+            for work, _ in pending:
+                work.wait()
+            for remote, one in received.items():
+                if one is not staged[remote]:
+                    one.copy_(staged[remote])
+
+        return finish
 
     def close(self) -> None:
         """Nothing of its own: the worlds close what they own."""
@@ -133,3 +166,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _has_nccl(delegate: Any) -> bool:
+    try:
+        backend = delegate._get_backend(torch.device("cuda"))
+    except RuntimeError:  # none for this kind of device
+        return False
+    return c10d.is_nccl_available() and isinstance(backend, c10d.ProcessGroupNCCL)

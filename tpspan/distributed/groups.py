@@ -56,6 +56,7 @@ class Group:
         self._world, self._store, self._name = world, store, name
         self._timeout_s = timeout_s
         self._engines: dict[str, GatheringEngine | None] = {}
+        self._worlds: dict[str, World | None] = {}
         self._own_worlds: list[World] = []
         self._lock = threading.RLock()
 
@@ -79,6 +80,14 @@ class Group:
                     self._engines[device.type] = self._make(device)
                 return self._engines[device.type]
 
+    def span_world(self, device: torch.device) -> World | None:
+        """The world whose spans these ranks can share on a device, for callers with spans of their
+        own; None if they are not all in one domain. Collective the first time.
+        """
+        with self._lock:
+            world = self._world_of(device)
+        return world if world is not None and len(world.domain) == self.size else None
+
     def default_device(self) -> torch.device:
         """Where calls without a tensor happen."""
         if self._world is not None:
@@ -93,6 +102,7 @@ class Group:
         """Close the worlds that were made for this group; waits for no other rank."""
         with self._lock:
             self._engines.clear()
+            self._worlds.clear()
             for world in self._own_worlds:
                 world.close()
             self._own_worlds.clear()
@@ -119,30 +129,31 @@ class Group:
         return world if told == {token} and token.startswith(b"1 1 ") else None
 
     def _make(self, device: torch.device) -> GatheringEngine | None:
+        world = self._world_of(device)
+        if world is None:
+            return None
+        if len(world.domain) != world.world_size:
+            if world.backend == "cuda" or self.delegate is None:
+                return None
+            return DomainsGroup(world, self.delegate)
+        if world.backend == "host":
+            return world.resource("distributed", HostGroup)
+        return world.resource("distributed", CudaGroup)
+
+    def _world_of(self, device: torch.device) -> World | None:
+        """A world of these ranks on a kind of device, made at the first call. Collective then."""
         kind = {"cpu": "host", "cuda": "cuda"}.get(device.type)
         if kind is None:
             return None
-        world = self._world or self._default_world()
-        if world is None or world.backend != kind:
-            if self._store is None:
-                return None
-            world = world_over(
-                self._store,
-                f"{self._name}/{kind}",
-                self.rank,
-                self.size,
-                device,
-                self._timeout_s,
-            )
-            self._own_worlds.append(world)
-            _with_worlds.add(self)
-        if len(world.domain) != world.world_size:
-            if kind == "cuda" or self.delegate is None:
-                return None
-            return DomainsGroup(world, self.delegate)
-        if kind == "host":
-            return world.resource("distributed", HostGroup)
-        return world.resource("distributed", CudaGroup)
+        if kind not in self._worlds:
+            world = self._world or self._default_world()
+            if (world is None or world.backend != kind) and self._store is not None:
+                name = f"{self._name}/{kind}"
+                world = world_over(self._store, name, self.rank, self.size, device, self._timeout_s)
+                self._own_worlds.append(world)
+                _with_worlds.add(self)
+            self._worlds[kind] = world if world is not None and world.backend == kind else None
+        return self._worlds[kind]
 
 
 _with_worlds: weakref.WeakSet[Group] = weakref.WeakSet()

@@ -18,9 +18,9 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[a
 
 from tpspan.distributed import calls, counts
 from tpspan.distributed.groups import Group
-from tpspan.distributed.inner import c10d, inner_backends
+from tpspan.distributed.inner import InnerBackends, c10d
 from tpspan.distributed.registration import NAME
-from tpspan.distributed.work import HostWork
+from tpspan.distributed.work import HostWork, JoinedWork
 
 # torch's annotations do not know of process groups written in Python.
 _Base: Any = ProcessGroup
@@ -42,13 +42,15 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
     def __init__(self, store: Store, rank: int, size: int, timeout: Any, name: str) -> None:
         super().__init__(rank, size)  # the one constructor whose methods Python may replace
         self._group_store = store
-        self._inner = inner_backends(store, rank, size, timeout)
-        for kind, backend in self._inner.items():
+        self._inner = InnerBackends(store, rank, size, timeout)
+        for kind, backend in self._inner.registrable():
             is_gloo = isinstance(backend, c10d.ProcessGroupGloo)
             types = ProcessGroup.BackendType
             backend_type = types.GLOO if is_gloo else types.NCCL
             self._register_backend(torch.device(kind), backend_type, backend)
         self._set_default_backend(ProcessGroup.BackendType.GLOO)
+        # Works of the calls since _start_coalescing; None outside of that.
+        self._coalesced: list[Any] | None = None
         self.span_group = Group(
             rank,
             size,
@@ -70,7 +72,7 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         """Reduce each tensor in place."""
         opts = _options(c10d.AllreduceOptions, opts, "reduceOp")
         return self._each(
-            "allreduce",
+            "all_reduce",
             [(tensor,) for tensor in _listed(tensors)],
             lambda tensor, is_async: calls.all_reduce(
                 self.span_group, tensor, opts.reduceOp, is_async
@@ -94,7 +96,7 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         return self._each(
-            "allgather",
+            "all_gather",
             list(zip(inputs, outputs, strict=True)),
             lambda piece, out, is_async: calls.all_gather(self.span_group, out, piece, is_async),
             opts,
@@ -107,7 +109,7 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         """Gather pieces of one size into one tensor."""
         opts = _options(c10d.AllgatherOptions, opts)
         return self._each(
-            "all_gather_single",
+            "all_gather_into_tensor",
             [(piece, output)],
             lambda piece, out, is_async: calls.all_gather_single(
                 self.span_group, out, piece, is_async
@@ -122,13 +124,13 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         """Gather each piece into its tensor."""
         opts = _options(c10d.AllgatherOptions, opts)
         return self._each(
-            "all_gather_single",
+            "all_gather_into_tensor",
             list(zip(inputs, outputs, strict=True)),
             lambda piece, out, is_async: calls.all_gather_single(
                 self.span_group, out, piece, is_async
             ),
             opts,
-            lambda inner: _last(
+            lambda inner: JoinedWork(
                 [
                     inner._allgather_base(output, piece, opts)
                     for output, piece in zip(outputs, inputs, strict=True)
@@ -167,13 +169,13 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         """Reduce each input, part by part."""
         opts = _options(c10d.ReduceScatterOptions, opts, "reduceOp")
         return self._each(
-            "reduce_scatter_single",
+            "reduce_scatter_tensor",
             list(zip(outputs, inputs, strict=True)),
             lambda out, whole, is_async: calls.reduce_scatter_single(
                 self.span_group, out, whole, opts.reduceOp, is_async
             ),
             opts,
-            lambda inner: _last(
+            lambda inner: JoinedWork(
                 [
                     inner._reduce_scatter_base(output, whole, opts)
                     for output, whole in zip(outputs, inputs, strict=True)
@@ -202,25 +204,52 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         work = calls.barrier(self.span_group, getattr(opts, "asyncOp", True))
         if work is NotImplemented:
             counts.count_delegated("barrier")
-            return self._inner["cpu"].barrier(opts)
-        return HostWork([], is_done=True) if work is None else work
+            return self._note(self._inner.of(torch.device("cpu")).barrier(opts))
+        return self._note(HostWork([], is_done=True) if work is None else work)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Let one work stand for all calls until ``_end_coalescing``.
+
+        Calls over spans happen at once and in order, as always. What goes to an inner backend that
+        can group its calls, such as NCCL's sends and receives, is grouped there.
+        """
+        self._inner.start_grouping(torch.device(device))
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        """The work of all calls since ``_start_coalescing``; None if there were none."""
+        works, self._coalesced = self._coalesced or [], None
+        works = self._inner.end_grouping(torch.device(device), works)
+        return JoinedWork(works) if works else None
 
     def shutdown(self) -> None:
         """Give everything back; torch's ``destroy_process_group`` calls it."""
         self.span_group.close()
-        for backend in self._inner.values():
+        for backend in self._inner.all():
             backend.shutdown()
 
     def abort(self) -> None:
         """As ``shutdown``, and what the inner backends have under way fails."""
         self.span_group.close()
-        for backend in self._inner.values():
+        for backend in self._inner.all():
             backend.abort()
 
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+        """Send to one rank, by the inner backend."""
+        counts.count_delegated("send")
+        inner = self._inner.between(tensors[0].device, peer, sending=True)
+        return self._note(inner.send(tensors, peer, tag))
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+        """Receive from one rank, by the inner backend."""
+        counts.count_delegated("recv")
+        inner = self._inner.between(tensors[0].device, peer, sending=False)
+        return self._note(inner.recv(tensors, peer, tag))
+
     def _each(self, operation: str, items: Sequence[Any], call: Any, opts: Any, inner: Any) -> Any:
-        """Make the calls one after another; the last one's work stands for all of them."""
+        """Make the calls one after another; one work stands for all of them."""
         is_async = getattr(opts, "asyncOp", True)
-        work: Any = None
+        works: list[Any] = []
         tensors: list[torch.Tensor] = []
         for number, item in enumerate(items):
             work = call(*item, is_async)
@@ -228,9 +257,17 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
                 assert number == 0, "spans serve all tensors of a call or none"
                 counts.count_delegated(operation)
                 first = item[0]
-                return inner(self._inner[first.device.type])
+                return self._note(inner(self._inner.of(first.device)))
+            works += [] if work is None else [work]
             tensors.append(item[0])
-        return HostWork(tensors, is_done=True) if work is None else work
+        if not works:
+            return self._note(HostWork(tensors, is_done=True))
+        return self._note(works[0] if len(works) == 1 else JoinedWork(works))
+
+    def _note(self, work: Any) -> Any:
+        if self._coalesced is not None and work is not None:
+            self._coalesced.append(work)
+        return work
 
 
 def _delegating(name: str, inner_name: str) -> Any:
@@ -241,14 +278,15 @@ def _delegating(name: str, inner_name: str) -> Any:
             tensor = tensor[0]
         if not isinstance(tensor, torch.Tensor):  # a gather's outputs, where this rank has none
             tensor = arguments[1][0]
-        return getattr(self._inner[tensor.device.type], inner_name)(*arguments, **options)
+        inner = self._inner.of(tensor.device)
+        return self._note(getattr(inner, inner_name)(*arguments, **options))
 
     method.__name__ = name
     method.__doc__ = "Carried out by the inner backend."
     return method
 
 
-for _name in ("send", "recv", "recv_anysource", "reduce", "gather", "scatter", "alltoall"):
+for _name in ("recv_anysource", "reduce", "gather", "scatter", "alltoall"):
     setattr(SpanProcessGroup, _name, _delegating(_name, _name))
 for _name in ("alltoall_base", "all_to_all_single"):
     setattr(SpanProcessGroup, _name, _delegating(_name, "alltoall_base"))
@@ -266,9 +304,3 @@ def _options(kind: Any, given: Any, attribute: str = "") -> Any:
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _last(works: Sequence[Any]) -> Any:
-    for work in works[:-1]:
-        work.wait()
-    return works[-1]

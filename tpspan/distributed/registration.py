@@ -5,15 +5,22 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from torch.distributed import Backend
+import torch.distributed as torch_distributed
 
 NAME = "tpspan"
 
 
 def register() -> None:
-    """Register the backend; also what torch's entry point ``torch.backends`` may call."""
-    if NAME.upper() not in Backend._plugins:
-        Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    """Register the backend; torch calls this while it is imported, by an entry point.
+
+    That is why nothing else is imported here, and why a build of torch without its distributed
+    part is no error: ``import torch`` must neither wait nor fail because tpspan is installed.
+    """
+    if not torch_distributed.is_available():
+        return
+    backend = torch_distributed.Backend
+    if NAME.upper() not in backend._plugins:
+        backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -23,6 +23,7 @@ class Operation(enum.IntEnum):
     ALL_REDUCE = 6
     BROADCAST = 7
     ALL_GATHER_OBJECT = 8
+    REDUCE_SCATTER_IN_PLACE = 9
 
 
 class Reduction(enum.IntEnum):
@@ -85,15 +86,21 @@ def words(
     reduction: int = 0,
     root: int = 0,
     digest: int = 0,
+    buffer: int = 0,
 ) -> tuple[int, ...]:
-    """A request as words. ``digest`` stands for whatever else must agree, such as uneven sizes."""
+    """A request as words.
+
+    Args:
+        digest: stands for whatever else must agree, such as uneven sizes.
+        buffer: the number of the buffer in which it happens, if it has one.
+    """
     code = -1 if dtype is None else _CODES[dtype]
-    return (operation, code, nbytes, reduction, root, digest, 0, 0)
+    return (operation, code, nbytes, reduction, root, digest, buffer, 0)
 
 
 def describe(request: Sequence[int]) -> str:
     """A request in words for an error."""
-    operation, code, nbytes, reduction, root, digest, *_ = request
+    operation, code, nbytes, reduction, root, digest, buffer, _ = request
     if operation == Operation.REFUSED:
         return "arguments that it refused itself"
     parts = [Operation(operation).name.lower()]
@@ -105,6 +112,8 @@ def describe(request: Sequence[int]) -> str:
         parts.append(f"from rank {root}")
     if operation == Operation.ALL_GATHER_LIST:
         parts.append(f"with sizes of digest {digest & 0xFFFFFFFF:08x}")
-    if operation == Operation.ALL_GATHER_IN_PLACE:
+    if buffer:
+        parts.append(f"in buffer {buffer}")
+    elif operation == Operation.ALL_GATHER_IN_PLACE:
         parts.append(f"at offset {digest} of a span")
     return " ".join(parts)

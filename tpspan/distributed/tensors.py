@@ -7,10 +7,11 @@ import weakref
 import torch
 
 from tpspan.distributed.groups import Engine
-from tpspan.spans.allocation import OpenSpans
-from tpspan.spans.span import Span
+from tpspan.spans.allocation import OpenSpan, OpenSpans
 
-_last_span: weakref.WeakKeyDictionary[Engine, weakref.ref[Span]] = weakref.WeakKeyDictionary()
+# The span found last: asking it for its address takes as long as half a barrier.
+_Known = tuple[weakref.ref[OpenSpan], int, int]
+_last_span: weakref.WeakKeyDictionary[Engine, _Known] = weakref.WeakKeyDictionary()
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,16 +39,15 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
 def offset_in_span(engine: Engine, tensor: torch.Tensor) -> int | None:
     """Where in a span of the engine's own world a tensor begins; None if it is an ordinary one."""
     address = tensor.data_ptr()
-    known = _last_span.get(engine)
-    span = known() if known is not None else None
-    if span is not None and not span.is_closed:
-        offset = address - span.base_address
-        if 0 <= offset < span.nbytes:
-            return offset
-    for found in tuple(OpenSpans.of(engine.world)._spans):
-        if isinstance(found, Span) and not found.is_closed:
-            offset = address - found.base_address
-            if 0 <= offset < found.nbytes:
-                _last_span[engine] = weakref.ref(found)
-                return offset
-    return None
+    last = _last_span.get(engine)
+    if last is not None:
+        known, base, nbytes = last
+        if 0 <= address - base < nbytes:
+            span = known()
+            if span is not None and not span.is_closed:
+                return address - base
+    span = OpenSpans.of(engine.world).find(address)
+    if span is None:
+        return None
+    _last_span[engine] = (weakref.ref(span), span.base_address, span.nbytes)
+    return address - span.base_address

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import Work
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
 _FOREVER = timedelta(0)
 
@@ -189,4 +189,67 @@ class StreamWork(Work):  # type: ignore[misc]
             with torch.cuda.stream(self._stream):
                 self._future = Future(devices=[self._stream.device])
                 self._future.set_result(self._tensors)
+        return self._future
+
+
+class JoinedWork(Work):  # type: ignore[misc]
+    """Several calls as one: complete when all of them are, and failed by the first that failed.
+
+    Args:
+        works: of the calls, at least one, in the order in which they were made.
+    """
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = tuple(works)
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        """Wait for each as itself does, all of them even if one has failed.
+
+        Raises:
+            BaseException: what the first of those that failed raises.
+        """
+        failed: BaseException | None = None
+        for work in self._works:
+            try:
+                work.wait(timeout)
+            except BaseException as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return True
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Hold the current stream until all outputs are complete."""
+        for work in self._works:
+            work.block_current_stream()
+
+    def is_completed(self) -> bool:
+        """Whether all have ended, well or not."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all have ended well."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        """What the first of those that failed raised; None if none has."""
+        return next(filter(None, (work.exception() for work in self._works)), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs of all, once complete."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        """A future of the outputs of all."""
+        if self._future is None:
+            every = collect_all([work.get_future() for work in self._works])
+            self._future = every.then(
+                lambda done: [tensor for one in done.value() for tensor in one.value()]
+            )
         return self._future

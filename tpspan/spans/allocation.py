@@ -84,8 +84,20 @@ class Parts:
             self.pool.give(block)
 
 
-class Closable(Protocol):
-    """What ``OpenSpans`` closes."""
+class OpenSpan(Protocol):
+    """What ``OpenSpans`` knows of a span."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has been closed; what follows is for those that have not."""
+
+    @property
+    def base_address(self) -> int:
+        """Where it begins in this process."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its logical bytes."""
 
     def close_with_world(self) -> None:
         """Close without the other ranks, if nothing uses the object any more."""
@@ -95,7 +107,7 @@ class OpenSpans:
     """The spans of a world that are open, and their numbers, the same on all ranks."""
 
     def __init__(self, world: World) -> None:
-        self._spans: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self._spans: weakref.WeakSet[OpenSpan] = weakref.WeakSet()
         self.numbers = itertools.count()
 
     @staticmethod
@@ -103,13 +115,20 @@ class OpenSpans:
         """The open spans of a world."""
         return world.resource("spans", OpenSpans)
 
-    def add(self, span: Closable) -> None:
+    def add(self, span: OpenSpan) -> None:
         """Remember an open span."""
         self._spans.add(span)
 
-    def discard(self, span: Closable) -> None:
+    def discard(self, span: OpenSpan) -> None:
         """Forget a closed span."""
         self._spans.discard(span)
+
+    def find(self, address: int) -> OpenSpan | None:
+        """The open span in whose logical bytes an address of this process lies; None if in none."""
+        for span in tuple(self._spans):
+            if not span.is_closed and 0 <= address - span.base_address < span.nbytes:
+                return span
+        return None
 
     def close(self) -> None:
         """Close what no tensor uses any more; the rest stays mapped until the process ends."""

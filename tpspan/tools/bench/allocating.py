@@ -85,9 +85,7 @@ def _steps(span: Span, took_s: float) -> tuple[float, ...]:
     return stats.create_s, stats.exchange_s, stats.map_s, took_s, closed
 
 
-def _add(
-    bench: Bench, size: str, samples: list[tuple[float, ...]], *, new_blocks: bool
-) -> None:
+def _add(bench: Bench, size: str, samples: list[tuple[float, ...]], *, new_blocks: bool) -> None:
     notes = {
         "create": "new blocks, and the vote" if new_blocks else "blocks of the pool, and the vote",
         "total": "" if bench.is_cuda else "pages come with the first write, which is not in here",

@@ -29,14 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, as a rank or by starting ranks; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     options = parser().parse_args(words)
-    if options.plot and not options.scaling:
+    if options.which == "span" and options.plot and not options.scaling:
         parser().error("--plot shows what --scaling measures: give both")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser().error("--plot needs matplotlib: pip install matplotlib")
+    for name in ("plot", "profile"):
+        if getattr(options, name, None) and importlib.util.find_spec("matplotlib") is None:
+            parser().error(f"--{name} needs matplotlib: pip install matplotlib")
     try:
         inside = detect(os.environ).launcher != "alone"
         if inside or options.ranks == 1:
-            rank = importlib.import_module("tpspan.tools.bench.span")
+            # Every bench is a module of its own that offers ``run_rank``.
+            name = options.which.replace("-", "_")
+            rank = importlib.import_module(f"tpspan.tools.bench.{name}")
             return int(rank.run_rank(options, shlex.join(["tpspan", "bench", *words])))
         num_ranks = options.ranks or DEFAULT_RANKS
         return run(num_ranks, [MODULE, *words], launcher=options.launcher, module=True)
@@ -58,16 +61,8 @@ def parser() -> argparse.ArgumentParser:
         "idle and under load, reading in place, copy_to against one copy and an all-gather.",
     )
     add = span.add_argument
-    add("--ranks", type=_positive, metavar="N", help=f"how many ranks (default {DEFAULT_RANKS})")
+    _add_common(span)
     add("--size", type=num_bytes, default=256 << 20, metavar="BYTES", help="default 256MiB")
-    add("--json", type=_writable, metavar="FILE", help="write all figures, and what they are of")
-    add("--launcher", choices=LAUNCHERS, default="mpirun", help="what starts the ranks")
-    add("--backend", choices=("auto", "host", "cuda"), default="auto")
-    add(
-        "--share-device",
-        action="store_true",
-        help="let ranks share a GPU, as TPSPAN_SHARE_DEVICE=1 does",
-    )
     add(
         "--large-size",
         type=num_bytes,
@@ -76,7 +71,6 @@ def parser() -> argparse.ArgumentParser:
         help="also allocate a span of this size and touch it at the ends of its blocks only "
         "(default 64GiB; 0 leaves it out)",
     )
-    add("--seconds", type=float, default=0.5, help="about how long one figure takes (default 0.5)")
     add("--scaling", action="store_true", help="also fit allocation time to blocks x ranks")
     add(
         "--blocks",
@@ -86,7 +80,112 @@ def parser() -> argparse.ArgumentParser:
         help="blocks per rank for --scaling (default 1,4,16,64,256,1000)",
     )
     add("--plot", type=_writable, metavar="FILE.png", help="plot --scaling; needs matplotlib")
+    _add_sweep(
+        which.add_parser(
+            "gather",
+            help="all-gather of many sizes, against gloo or NCCL and torch symmetric memory",
+            description="Check the values, then measure all-gathers into an ordinary tensor and in "
+            "place, a barrier, every peer that this machine has, and a plain copy as the floor.",
+        )
+    )
+    _add_sweep(
+        which.add_parser(
+            "all-reduce",
+            help="all-reduce and reduce-scatter of many sizes, against the same",
+            description="Check the values, then measure all-reduces and reduce-scatters, a "
+            "barrier, every peer that this machine has, and a plain copy as the floor.",
+        )
+    )
+    _add_gather_matmul(
+        which.add_parser(
+            "gather-matmul",
+            help="x @ W.T with the rows of W on all ranks, against a gather and a product",
+            description="Check the values, then measure products with a shared weight read in "
+            "place, staged and as `auto` chooses, every peer that this machine has, and as the "
+            "floor the larger of the local product and the copies alone.",
+        )
+    )
+    _add_fsdp(
+        which.add_parser(
+            "fsdp",
+            help="training by FSDP2, over spans and by its own communication",
+            description="Train the same transformer by FSDP2 with gloo or NCCL and over spans. "
+            "Check that the losses agree, then compare the time of a step and the peak memory.",
+        )
+    )
     return top
+
+
+def _add_common(bench: argparse.ArgumentParser) -> None:
+    """What every bench takes."""
+    add = bench.add_argument
+    add("--ranks", type=_positive, metavar="N", help=f"how many ranks (default {DEFAULT_RANKS})")
+    add("--json", type=_writable, metavar="FILE", help="write all figures, and what they are of")
+    add("--launcher", choices=LAUNCHERS, default="mpirun", help="what starts the ranks")
+    add("--backend", choices=("auto", "host", "cuda"), default="auto")
+    add(
+        "--share-device",
+        action="store_true",
+        help="let ranks share a GPU, as TPSPAN_SHARE_DEVICE=1 does",
+    )
+    add("--seconds", type=float, default=0.5, help="about how long one figure takes (default 0.5)")
+
+
+def _add_sweep(bench: argparse.ArgumentParser) -> None:
+    """What the benches over many sizes take."""
+    _add_common(bench)
+    add = bench.add_argument
+    add(
+        "--sizes",
+        type=_sizes,
+        metavar="BYTES,BYTES,...",
+        help="default 1KiB to 256MiB, on CUDA to 2GiB, in steps of 4 x",
+    )
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--plot", type=_writable, metavar="FILE.png", help="draw the table; needs matplotlib")
+
+
+def _add_gather_matmul(bench: argparse.ArgumentParser) -> None:
+    """The weight, and the rows that are multiplied with it."""
+    _add_common(bench)
+    add = bench.add_argument
+    add(
+        "--rows-of-w",
+        type=_positive,
+        metavar="N",
+        help="default 512 for each rank, on CUDA 7168; rounded up to as many on every rank",
+    )
+    add("--k", type=_positive, metavar="N", help="columns of W; default 2048, on CUDA 8192")
+    add(
+        "--rows",
+        type=_rows,
+        metavar="N,N,...",
+        help="rows of x; default 1,16,64,256,1024, on CUDA to 4096",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default float32, on CUDA bfloat16",
+    )
+    add("--layout", choices=("blocked", "striped"), default="blocked", help="of W in its span")
+    add("--plot", type=_writable, metavar="FILE.png", help="draw the table; needs matplotlib")
+    add(
+        "--profile",
+        type=_writable,
+        metavar="FILE.png",
+        help="on CUDA, draw when a staged product copies and when it multiplies; needs matplotlib",
+    )
+
+
+def _add_fsdp(bench: argparse.ArgumentParser) -> None:
+    """The model, and how long it is trained."""
+    _add_common(bench)
+    add = bench.add_argument
+    sizes = {"layers": 4, "hidden": 512, "seq": 64, "batch": 1, "steps": 20}
+    for name, default in sizes.items():
+        add(f"--{name}", type=_positive, default=default, metavar="N", help=f"default {default}")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--plot", type=_writable, metavar="FILE.png", help="draw both; needs matplotlib")
 
 
 def num_bytes(text: str) -> int:
@@ -99,6 +198,17 @@ def num_bytes(text: str) -> int:
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 268435456 or 256MiB")
     return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(num_bytes(part) for part in text.split(","))
+    if 0 in sizes:
+        raise argparse.ArgumentTypeError("0 bytes take no time")
+    return sizes
+
+
+def _rows(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
 
 
 def _positive(text: str) -> int:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import time
 
 import torch
 
 import tpspan
-from tpspan.errors import TpspanError
 from tpspan.launch.world import World
 from tpspan.tools.bench import (
     allocating,
@@ -22,6 +20,7 @@ from tpspan.tools.bench import (
     values,
     waiting,
 )
+from tpspan.tools.bench.job import in_job
 from tpspan.tools.bench.measuring import Bench
 
 _TRAIN_S = 0.04
@@ -29,26 +28,7 @@ _TRAIN_S = 0.04
 
 def run_rank(options: argparse.Namespace, command_line: str) -> int:
     """Join the job and run this rank's part; returns the exit status, the same on all ranks."""
-    with tpspan.init(
-        options.backend, torch_distributed=True, share_device=options.share_device
-    ) as world:
-        if options.ranks not in (None, world.world_size):
-            if world.rank == 0:
-                print(
-                    f"tpspan bench: --ranks {options.ranks}, but the launcher started "
-                    f"{world.world_size}",
-                    file=sys.stderr,
-                )
-            return 2
-        try:
-            run(world, options, command_line)
-        except TpspanError as error:
-            # Every rank has it, or had it reported: one of them says it.
-            failed = not isinstance(error, tpspan.PeerError)
-            if failed or world.rank == 0:
-                print(f"tpspan bench, rank {world.rank}: {error}", file=sys.stderr)
-            return 1
-    return 0
+    return in_job(options, lambda world: run(world, options, command_line))
 
 
 def run(world: World, options: argparse.Namespace, command_line: str) -> None:

@@ -1,0 +1,179 @@
+"""What the FSDP2 modules of one world share: their buffers, and the sums over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tpspan.distributed import counts
+from tpspan.distributed.fsdp_buffers import GatherBuffers, ReduceBuffers
+from tpspan.distributed.groups import resolve
+from tpspan.distributed.host_reduce import reducer
+from tpspan.distributed.journal import Journal
+from tpspan.distributed.lines import Buffer, CudaLine, HostLine, Line
+from tpspan.distributed.reductions import combine
+from tpspan.distributed.requests import Operation, Reduction, words
+from tpspan.distributed.work import HostWork, StreamWork
+from tpspan.kernels.compile import prepare
+from tpspan.kernels.stream_reduce import DEVICE_SUM_DTYPES, REDUCE_KERNELS, device_sum
+from tpspan.launch.world import World
+
+_ON_DEVICE = {getattr(torch, name): name for name in DEVICE_SUM_DTYPES}
+_VECTOR_NBYTES = 16
+
+
+class FsdpMemory:
+    """Buffers for gathers and for reductions, and the lines on which they happen.
+
+    Made by ``FsdpMemory.among``, collectively. On CUDA gathers and reductions have lines of their
+    own, since FSDP2 runs them on streams of their own.
+
+    Attributes:
+        gathers, reduces: the buffers.
+        num_users: handles that have not been closed.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.num_users = 0
+        self._journal: Journal | None = None
+        self._side: torch.cuda.Stream | None = None
+        guard: Line
+        self._gathering: Line
+        self._reducing: Line
+        if world.backend == "host":
+            guard = self._gathering = self._reducing = HostLine(world)
+        else:
+            prepare(world.device.index or 0, REDUCE_KERNELS)
+            journal = self._journal = Journal(world)
+            gathered: list[Buffer] = []
+            self._gathering = CudaLine(world, journal, gathered)
+            guard = CudaLine(world, journal, gathered)
+            self._reducing = CudaLine(world, journal, [])
+        self.gathers = GatherBuffers(world, self._gathering, guard)
+        reduce_guard = guard if world.backend == "host" else self._reducing
+        self.reduces = ReduceBuffers(world, self._reducing, reduce_guard)
+
+    @staticmethod
+    def among(group: Any, device: torch.device) -> FsdpMemory | None:
+        """The memory of a world's or a group's ranks, made at its first use. Collective then.
+
+        None if there is one rank only, or if not all of them are in one domain.
+        """
+        found = resolve(group)
+        world = None if found is None or found.size == 1 else found.span_world(device)
+        return None if world is None else world.resource("fsdp", FsdpMemory)
+
+    def serves(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether a buffer of this size can be one of the world's; the same on all ranks."""
+        if device.type != self.world.device.type:
+            return False
+        numel = math.prod(int(each) for each in size)
+        return numel > 0 and numel % self.world.world_size == 0
+
+    def gather(self, buffer: Buffer, output: torch.Tensor, async_op: bool) -> Any:
+        """The all-gather of what every rank has copied into its part: a meeting. Collective.
+
+        Returns:
+            A work if ``async_op``; on the host it is complete.
+        """
+        nbytes = output.numel() * output.element_size()
+        request = words(Operation.ALL_GATHER_IN_PLACE, output.dtype, nbytes, buffer=buffer.number)
+        counts.count("all_gather: in place")
+        if not async_op:
+            self._gathering.meet(request)
+            return None
+        if self.world.backend == "host":
+            self._gathering.meet(request)
+            return HostWork([], is_done=True)
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.world.device)
+        self._side.wait_stream(torch.cuda.current_stream(self.world.device))
+        with torch.cuda.stream(self._side):
+            self._gathering.meet(request)
+            return StreamWork([], self._side, self._side.record_event())
+
+    def reduce_scatter(self, buffer: Buffer, output: torch.Tensor, reduction: Reduction) -> None:
+        """Reduce the slices of this rank in every rank's region into the output. Collective."""
+        nbytes = output.numel() * output.element_size()
+        request = words(
+            Operation.REDUCE_SCATTER_IN_PLACE,
+            output.dtype,
+            nbytes,
+            reduction=int(reduction),
+            buffer=buffer.number,
+        )
+        counts.count("reduce_scatter: in place")
+        self._reducing.meet(request)
+        if self.world.backend == "host":
+            self._on_host(buffer, output, reduction)
+            return
+        self._on_device(buffer, output, reduction)
+        # The host has nothing to wait for here, and the next input is copied in on another stream,
+        # which waits for this one: behind this meeting the peers have read this one.
+        self._reducing.meet(words(Operation.BARRIER))
+        buffer.is_free = True
+
+    def refuse_if_in_use(self) -> None:
+        """Say so if FSDP2 still holds a buffer.
+
+        Raises:
+            InUseError: it does.
+        """
+        for pool in (self.gathers, self.reduces):
+            pool.refuse_if_in_use()
+
+    def close_buffers(self) -> None:
+        """Give all buffers back; they are made anew when asked for. Collective."""
+        for pool in (self.gathers, self.reduces):
+            pool.close()
+
+    def close(self) -> None:
+        """Unmap; waits for no other rank. The world calls it."""
+        if self.world.backend == "cuda":
+            torch.cuda.synchronize(self.world.device)
+        for pool in (self.gathers, self.reduces):
+            pool.forget()
+        self._gathering.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _on_host(self, buffer: Buffer, output: torch.Tensor, reduction: Reduction) -> None:
+        size, numel = self.world.world_size, output.numel()
+        first = buffer.span.base_address + self.world.rank * numel * output.element_size()
+        sources = [first + peer * buffer.capacity for peer in range(size)]
+        reducer(output.dtype, reduction, size)(output.data_ptr(), sources, numel, 0)
+
+    def _on_device(self, buffer: Buffer, output: torch.Tensor, reduction: Reduction) -> None:
+        rank, size, numel = self.world.rank, self.world.world_size, output.numel()
+        offset = rank * numel * output.element_size()
+        first = buffer.span.base_address + offset
+        own = first + rank * buffer.capacity
+        target = output.data_ptr()
+        name = _ON_DEVICE.get(output.dtype)
+        is_sum = reduction in (Reduction.SUM, Reduction.AVG)
+        if name and is_sum and not (target | first) % _VECTOR_NBYTES:
+            device = self.world.device
+            device_sum(
+                name,
+                target,
+                0,
+                first,
+                buffer.capacity,
+                own,
+                numel,
+                rank,
+                size,
+                size if reduction is Reduction.AVG else 1,
+                device=device.index or 0,
+                stream=torch.cuda.current_stream(device).cuda_stream,
+            )
+            return
+        sources = [
+            buffer.tensor(numel, output.dtype, offset + peer * buffer.capacity)
+            for peer in range(size)
+        ]
+        combine(output, sources, reduction)

@@ -1,0 +1,277 @@
+"""One operation over many sizes, everybody who can carry it out by turns: checked, then timed.
+
+A *contender* is one way to carry the operation out. Those that are ours are compared with the best
+peer of the same size, and with a floor: copying the bytes, without telling anybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from tpspan.tools.bench.allocating import shown
+from tpspan.tools.bench.measuring import Bench, Figure
+from tpspan.tools.bench.values import WrongValues
+
+Role = Literal["ours", "in place", "peer", "barrier", "floor"]
+
+# bf16 holds all integers up to this: what is added up stays exact in every order.
+_EXACT = 256
+_CHUNK = 4 << 20
+_SAMPLE_S = 2e-3
+_MOST_CALLS = 50
+# Beyond this a second check in bf16 says nothing new, and takes long.
+_BF16_NBYTES = 16 << 20
+# Long enough that the host has queued every call before the first one runs.
+_AHEAD_CYCLES = 12_000_000
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to carry an operation out.
+
+    Attributes:
+        name: of its column.
+        role: what it is compared as.
+        body: one call; returns the tensor that holds the result, None if there is none to check.
+            None if it was left out, and ``note`` says why.
+        note: what to know when reading its figures.
+    """
+
+    name: str
+    role: Role
+    body: Callable[[], torch.Tensor | None] | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Tensors of one size and dtype, and everybody who works on them.
+
+    Attributes:
+        contenders: in the order of the table.
+        fill: write the inputs that ``expected`` belongs to, and wipe the outputs.
+        expected: elements ``start`` to ``stop`` of a result.
+        rest: inputs that may be worked on many times over, for timing.
+    """
+
+    contenders: Sequence[Contender]
+    fill: Callable[[], None]
+    expected: Callable[[int, int], torch.Tensor]
+    rest: Callable[[], None]
+
+
+SetUp: TypeAlias = Callable[[Bench, int, torch.dtype], contextlib.AbstractContextManager[Stage]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one size came to.
+
+    Attributes:
+        operation, nbytes: what was measured.
+        us: microseconds of each contender, medians of the slowest rank; None if left out.
+        host_us: on CUDA the host's part of a call; otherwise empty.
+        best_peer: the fastest of the peers; None if there was none.
+        ratio: how many times longer than ours the best peer takes.
+        share_of_floor: the floor as a share of ours: 1 is as fast as copying alone.
+        barriers_in_place: how many barriers gathering in place takes; None for what has no such.
+    """
+
+    operation: str
+    nbytes: int
+    us: dict[str, float | None]
+    host_us: dict[str, float]
+    best_peer: str | None
+    ratio: float | None
+    share_of_floor: float | None
+    barriers_in_place: float | None
+
+
+def integers(
+    rank: int, start: int, stop: int, modulus: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A rank's elements ``start`` to ``stop``: integers below ``modulus``, others on each rank."""
+    index = torch.arange(start, stop, dtype=torch.int32, device=device)
+    return index.mul_(7).add_(29 * rank + 1).remainder_(modulus).to(dtype)
+
+
+def modulus_of_sums(world_size: int) -> int:
+    """Below what the ranks' integers stay, so that their sum is exact in every dtype."""
+    return max(2, _EXACT // world_size)
+
+
+def sweep(
+    bench: Bench, operation: str, set_up: SetUp, sizes: Sequence[int], dtype: torch.dtype
+) -> list[Row]:
+    """Check and time an operation at every size. Collective.
+
+    Args:
+        set_up: makes the stage for a number of bytes, for its lifetime.
+
+    Raises:
+        WrongValues: somebody gave a wrong result, here; PeerError on the other ranks.
+    """
+    rows = []
+    for nbytes in sizes:
+        if nbytes <= _BF16_NBYTES and dtype != torch.bfloat16:
+            _checked(bench, operation, set_up, nbytes)
+        rows.append(_measured(bench, operation, set_up, nbytes, dtype))
+    return rows
+
+
+# One size each: what it took is given back before the next is made.
+def _checked(bench: Bench, operation: str, set_up: SetUp, nbytes: int) -> None:
+    with set_up(bench, nbytes, torch.bfloat16) as stage:
+        _usable(bench, stage, f"{operation} of {shown(nbytes)}, bf16")
+
+
+def _measured(bench: Bench, operation: str, set_up: SetUp, nbytes: int, dtype: torch.dtype) -> Row:
+    with set_up(bench, nbytes, dtype) as stage:
+        contenders = _usable(bench, stage, f"{operation} of {shown(nbytes)}")
+        stage.rest()
+        return _measure(bench, operation, nbytes, contenders)
+
+
+def _usable(bench: Bench, stage: Stage, what: str) -> list[Contender]:
+    """Try and check everybody; a peer that refuses is left out, a wrong value ends the bench."""
+    found = []
+    for contender in stage.contenders:
+        if contender.body is None:
+            found.append(contender)
+            continue
+        stage.fill()
+        bench.start_together()
+        result, refusal = None, ""
+        try:
+            result = contender.body()
+        except (RuntimeError, ValueError) as error:  # how torch says what it does not support
+            if contender.role != "peer":
+                raise
+            refusal = f"n/a: {str(error).splitlines()[0][:120]}"
+        refusal = next(filter(None, bench.board.all_gather(refusal)), "")
+        if refusal:
+            found.append(Contender(contender.name, "peer", None, refusal))
+            continue
+        bench.start_together()
+        if result is not None:
+            _check(bench, stage, result, f"{what}, {contender.name}")
+        found.append(contender)
+    return found
+
+
+def _check(bench: Bench, stage: Stage, result: torch.Tensor, what: str) -> None:
+    flat = result.detach().reshape(-1)
+
+    def compare() -> None:
+        for start in range(0, flat.numel(), _CHUNK):
+            stop = min(start + _CHUNK, flat.numel())
+            wrong = flat[start:stop] != stage.expected(start, stop)
+            if bool(wrong.any()):
+                first = start + int(wrong.nonzero()[0])
+                raise WrongValues(
+                    f"{what}: {int(wrong.sum())} of elements {start} to {stop} are wrong, the "
+                    f"first is element {first}, which is {float(flat[first])}"
+                )
+
+    bench.board.together(f"checking values, {what}", compare)
+
+
+def _measure(bench: Bench, operation: str, nbytes: int, contenders: Sequence[Contender]) -> Row:
+    """Time everybody by turns, so that all meet the same machine."""
+    takes_part = [contender for contender in contenders if contender.body is not None]
+    timed = [_timed(bench, contender.body) for contender in takes_part]
+
+    def once() -> list[tuple[float, float]]:
+        taken = []
+        for each in timed:
+            bench.start_together()
+            taken.append(each())
+        return taken
+
+    samples = bench.sample(once, least=7, most=60)
+    group = f"{operation}, {shown(nbytes)}"
+    figures: dict[str, Figure] = {}
+    host_us: dict[str, float] = {}
+    for contender in contenders:
+        if contender.body is None:
+            bench.leave_out(group, contender.name, "us", contender.note)
+    for index, contender in enumerate(takes_part):
+        mine = [sample[index] for sample in samples]
+        note = "; ".join(filter(None, [contender.note, "" if bench.is_cuda else bench.crowd]))
+        name = contender.name
+        figures[name] = bench.add_us(group, name, [stream for stream, _ in mine], note)
+        if bench.is_cuda:
+            host = bench.add_us(group, f"{name}, host time", [host for _, host in mine], note)
+            host_us[name] = host.median or 0.0
+    return _row(operation, nbytes, contenders, figures, host_us)
+
+
+def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float]]:
+    """Seconds of a call: all of it, and the host's part; over as many calls as can be read."""
+    bench.start_together()
+    start = time.perf_counter()
+    body()
+    bench.synchronize()
+    took_s = bench.agree(time.perf_counter() - start)
+    num_calls = int(min(_MOST_CALLS, max(1, _SAMPLE_S / took_s)))
+
+    def on_host() -> tuple[float, float]:
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            body()
+        took = (time.perf_counter() - start) / num_calls
+        return took, took
+
+    def on_stream() -> tuple[float, float]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[attr-defined]
+        for _ in range(num_calls // 4 + 1):  # takes up what the ranks started apart
+            body()
+        begin.record()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            body()
+        host = (time.perf_counter() - start) / num_calls
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / num_calls, host
+
+    return on_stream if bench.is_cuda else on_host
+
+
+def _row(
+    operation: str,
+    nbytes: int,
+    contenders: Sequence[Contender],
+    figures: dict[str, Figure],
+    host_us: dict[str, float],
+) -> Row:
+    def of(role: Role) -> Iterator[tuple[float, str]]:
+        for contender in contenders:
+            figure = figures.get(contender.name)
+            if contender.role == role and figure is not None and figure.median:
+                yield figure.median, contender.name
+
+    ours, in_place = (next(of(role), (None, ""))[0] for role in ("ours", "in place"))
+    floor, barrier = (next(of(role), (None, ""))[0] for role in ("floor", "barrier"))
+    best, best_name = min(of("peer"), default=(None, None))
+    us = {
+        contender.name: figures[contender.name].median if contender.name in figures else None
+        for contender in contenders
+    }
+    return Row(
+        operation,
+        nbytes,
+        us,
+        host_us,
+        best_name,
+        best / ours if best and ours else None,
+        floor / ours if floor and ours else None,
+        in_place / barrier if in_place and barrier else None,
+    )
