@@ -340,7 +340,7 @@ def test_misuse_of_a_layer(ranks: Ranks) -> None:
 @PAIR
 def test_a_buffer_is_written_again_behind_the_product_that_read_it(ranks: Ranks) -> None:
     """Two copies are under way before anything is multiplied, the own rows first."""
-    start = ["follow", "copy", "copy", "multiply"]
+    start = ["follow", "copy", "multiply", "copy"]
     again = ["wait", "multiply", "follow", "copy"]
     last = ["wait", "multiply"]
     for log in ranks.run("bodies.staging:order_of_steps"):

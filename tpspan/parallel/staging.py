@@ -205,22 +205,29 @@ def staged_product(
         target = buffers[index % 2].data_ptr()
         return lane.copy(target, weight.address, chunk.copies, shift)
 
+    marks: list[Mark] = []
+    num_done = 0
+
+    def bring_ahead(num_ahead: int) -> None:
+        while len(marks) < min(len(copied), num_done + num_ahead):
+            if len(marks) >= 2:
+                lane.follow()  # the buffer is free once what was just queued is done
+            marks.append(bring(len(marks)))
+
     with lane.forked():
         lane.reads(weight.span)
-        marks = [bring(index) for index in range(min(2, len(copied)))]
-        index = 0
+        bring_ahead(1)
         for chunk in chunks:
             columns = slice(chunk.start, chunk.stop)
             part = whole[columns]
             if chunk.copies:
-                lane.wait(marks[index])
-                part = buffers[index % 2][: chunk.stop - chunk.start]
+                lane.wait(marks[num_done])
+                part = buffers[num_done % 2][: chunk.stop - chunk.start]
+                num_done += 1
             multiply(x_MK, part, None if bias is None else bias[columns], out_MN[:, columns])
-            if chunk.copies:
-                if index + 2 < len(copied):
-                    lane.follow()  # the buffer is free once what was just queued is done
-                    marks.append(bring(index + 2))
-                index += 1
+            # Behind the product that they go on beside: a host that queued all copies first would
+            # leave the GPU without a product meanwhile.
+            bring_ahead(2)
 
 
 def _buffer_rows(chunks: Sequence[Chunk]) -> list[int]:

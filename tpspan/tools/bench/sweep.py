@@ -27,6 +27,8 @@ _SAMPLE_S = 2e-3
 _MOST_CALLS = 50
 # Beyond this a second check in bf16 says nothing new, and takes long.
 _BF16_NBYTES = 16 << 20
+# A peer that took longer for one call is not asked for a larger one: gloo's are seconds on a GPU.
+_PATIENCE_S = 0.3
 # Long enough that the host has queued every call before the first one runs.
 _AHEAD_CYCLES = 12_000_000
 
@@ -118,32 +120,55 @@ def sweep(
         WrongValues: somebody gave a wrong result, here; PeerError on the other ranks.
     """
     rows = []
+    too_slow: dict[str, str] = {}
     for nbytes in sizes:
         if nbytes <= _BF16_NBYTES and dtype != torch.bfloat16:
-            _checked(bench, operation, set_up, nbytes)
-        rows.append(_measured(bench, operation, set_up, nbytes, dtype))
+            _checked(bench, operation, set_up, nbytes, too_slow)
+        rows.append(_measured(bench, operation, set_up, nbytes, dtype, too_slow))
     return rows
 
 
 # One size each: what it took is given back before the next is made.
-def _checked(bench: Bench, operation: str, set_up: SetUp, nbytes: int) -> None:
+def _checked(
+    bench: Bench, operation: str, set_up: SetUp, nbytes: int, too_slow: dict[str, str]
+) -> None:
     with set_up(bench, nbytes, torch.bfloat16) as stage:
-        _usable(bench, stage, f"{operation} of {shown(nbytes)}, bf16")
+        _usable(bench, stage, f"{operation} of {shown(nbytes)}, bf16", too_slow)
 
 
-def _measured(bench: Bench, operation: str, set_up: SetUp, nbytes: int, dtype: torch.dtype) -> Row:
+def _measured(
+    bench: Bench,
+    operation: str,
+    set_up: SetUp,
+    nbytes: int,
+    dtype: torch.dtype,
+    too_slow: dict[str, str],
+) -> Row:
     with set_up(bench, nbytes, dtype) as stage:
-        contenders = _usable(bench, stage, f"{operation} of {shown(nbytes)}")
+        contenders = _usable(bench, stage, f"{operation} of {shown(nbytes)}", too_slow)
         stage.rest()
-        return _measure(bench, operation, nbytes, contenders)
+        row = _measure(bench, operation, nbytes, contenders)
+    for contender in contenders:
+        took_s = (row.us[contender.name] or 0.0) / 1e6
+        if contender.role == "peer" and took_s > _PATIENCE_S:
+            too_slow[contender.name] = f"n/a: {took_s:.1f} s for {shown(nbytes)}"
+    return row
 
 
-def _usable(bench: Bench, stage: Stage, what: str) -> list[Contender]:
-    """Try and check everybody; a peer that refuses is left out, a wrong value ends the bench."""
+def _usable(bench: Bench, stage: Stage, what: str, too_slow: dict[str, str]) -> list[Contender]:
+    """Try and check everybody; a peer that refuses is left out, a wrong value ends the bench.
+
+    Args:
+        too_slow: the peers that took too long for a smaller size, and what to say of them.
+    """
     found = []
     for contender in stage.contenders:
         if contender.body is None:
             found.append(contender)
+            continue
+        if contender.name in too_slow:
+            note = too_slow[contender.name]
+            found.append(Contender(contender.name, contender.role, None, note))
             continue
         stage.fill()
         bench.start_together()

@@ -29,20 +29,20 @@ class Interval:
 def profile(bench: Bench, body: Callable[[], object], path: Path) -> None:
     """Draw when rank 0's GPU copied and when it multiplied in one call. Collective.
 
-    Without a GPU there is nothing beside the call to be seen, and no picture is made.
+    The other ranks wait: one that shares the GPU would take its time slices. Without a GPU there is
+    nothing beside the call to be seen, and no picture is made.
     """
     if not bench.is_cuda:
         if bench.world.rank == 0:
             print("no timeline: on the host backend copies are done before they return")
         return
-    for _ in range(2):
-        body()
     bench.start_together()
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler:
-        body()
-        bench.synchronize()
     if bench.world.rank == 0:
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        for _ in range(3):  # the first calls under a profiler are slow
+            with torch.profiler.profile(activities=activities) as profiler:
+                body()
+                bench.synchronize()
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(trace))
