@@ -187,6 +187,7 @@ def odd_tensors(world: World) -> None:
 def gathered_in_place(world: World) -> None:
     """The output is a view of a span and the input this rank's part of it: nothing is copied."""
     size = world.world_size
+    ranks = torch.arange(size, dtype=torch.float32)
     with group_of(world) as group:
         before = dist.stats().served.get("all_gather: in place", 0)
         with Span.allocate(group, (size * 4, 1000), torch.float32) as span:
@@ -200,7 +201,23 @@ def gathered_in_place(world: World) -> None:
             dist.all_gather_into_tensor(other, span.local, group)
             assert same(other, span.gathered)
             dist.barrier(group)
-        assert dist.stats().served["all_gather: in place"] == before + 3
+            whole, own = span.gathered, span.local
+            for turn in range(3):  # the same tensors again: the call is known
+                own.fill_(100 * turn + group.rank)
+                dist.all_gather_into_tensor(whole, own, group)
+                assert bool((whole.view(size, -1)[:, 0].cpu() == 100 * turn + ranks).all())
+                dist.barrier(group)
+            assert dist.stats().served["all_gather: in place"] == before + 6
+            # The same objects, but they lie elsewhere now.
+            own.data = torch.full((4, 1000), float(group.rank), device=world.device)
+            dist.all_gather_into_tensor(whole, own, group)
+            assert bool((whole.view(size, -1)[:, 0].cpu() == ranks).all())
+            whole.data = torch.zeros(size * 4, 1000, device=world.device)
+            dist.all_gather_into_tensor(whole, own, group)
+            assert bool((whole.view(size, -1)[:, 0].cpu() == ranks).all())
+            dist.barrier(group)
+            del whole, own
+        assert dist.stats().served["all_gather: in place"] == before + 6
 
 
 def refused(world: World) -> None:

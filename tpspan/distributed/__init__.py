@@ -8,10 +8,10 @@ From the bottom: ``requests`` and ``counts`` are words and counts; ``reductions`
 ``buffers``, ``fused`` and ``journal`` are how they do on a stream; ``host_group`` and
 ``cuda_group`` carry calls out on one kind of device, with ``host_reduce`` and ``cuda_reduce``;
 ``domains`` does so between hosts; ``store_world`` and ``groups`` find the ranks; ``calls`` checks
-arguments, with ``tensors``; ``collectives`` and ``process_group``, over its ``inner`` backends and,
-where ranks share a GPU, ``through_host``, are what programs see. For FSDP2 there are ``lines`` on
-which ranks meet, ``fsdp_buffers`` and ``fsdp_memory`` over them, ``fsdp``, which torch calls, and
-``fsdp_model``.
+arguments, with ``tensors`` and ``in_place``; ``collectives`` and ``process_group``, over its
+``inner`` backends and, where ranks share a GPU, ``through_host``, are what programs see. For FSDP2
+there are ``lines`` on which ranks meet, ``fsdp_buffers`` and ``fsdp_memory`` over them, ``fsdp``,
+which torch calls, and ``fsdp_model``.
 
 Importing this makes ``init_process_group("tpspan")`` known to torch, and nothing else: the rest is
 imported at its first use, so that torch can find the backend by its entry point at no cost.

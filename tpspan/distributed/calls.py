@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from tpspan.distributed.domains import DomainsGroup
-from tpspan.distributed.groups import Engine, GatheringEngine, Group
+from tpspan.distributed.groups import GatheringEngine, Group
+from tpspan.distributed.in_place import Engine, InPlace, place_in_span
 from tpspan.distributed.requests import check_reduction, reduction_of
-from tpspan.distributed.tensors import alike, offset_in_span, readable, writable
+from tpspan.distributed.tensors import alike, readable, writable
 
 WRONG_SIZE = "output tensor size must be equal to world_size times input tensor size"
 WRONG_DTYPE = "output tensor must have the same type as input tensor"
@@ -33,6 +34,9 @@ def all_gather_single(
         ValueError: the output has not ``size`` times the elements of the piece.
         TypeError: their dtypes differ.
     """
+    known = group.in_place.get(id(output))
+    if known is not None and known.is_for(output, piece):
+        return known.engine.run(known.call, [output], async_op)
     engine = _gathering_engine(group, piece, output)
     if engine is None:
         return NotImplemented
@@ -49,10 +53,11 @@ def all_gather_single(
     nbytes = numel * source.element_size()
     is_own_part = nbytes and source.data_ptr() == target.data_ptr() + group.rank * nbytes
     if is_own_part and not isinstance(engine, DomainsGroup):
-        mapped, offset = engine, offset_in_span(engine, target)
-        if offset is not None:
-            at = offset
-            return mapped.run(lambda: mapped.all_gather_in_place(target, at), [output], async_op)
+        found = place_in_span(engine, target)
+        if found is not None:
+            known = InPlace(engine, output, piece, *found)
+            group.remember(output, known)
+            return engine.run(known.call, [output], async_op)
 
     def call() -> None:
         engine.all_gather(target, source)

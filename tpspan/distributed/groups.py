@@ -21,15 +21,16 @@ from torch.distributed import distributed_c10d as c10d
 from tpspan.distributed.cuda_group import CudaGroup
 from tpspan.distributed.domains import DomainsGroup
 from tpspan.distributed.host_group import HostGroup
+from tpspan.distributed.in_place import Engine, InPlace
 from tpspan.distributed.store_world import world_over
 from tpspan.errors import LaunchError
 from tpspan.launch import start
 from tpspan.launch.world import World
 
-Engine = HostGroup | CudaGroup
 GatheringEngine = HostGroup | CudaGroup | DomainsGroup
 
 DEFAULT_TIMEOUT_S = 300.0
+_MOST_KNOWN = 256
 
 
 class Group:
@@ -38,6 +39,7 @@ class Group:
     Attributes:
         rank, size: in the group.
         delegate: torch's group, which carries out what spans cannot; None if there is none.
+        in_place: the gathers in place that were made before, by the identity of their output.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Group:
         self._delegate = None if delegate is None else weakref.ref(delegate)
         self._world, self._store, self._name = world, store, name
         self._timeout_s = timeout_s
+        self.in_place: dict[int, InPlace] = {}
         self._engines: dict[str, GatheringEngine | None] = {}
         self._worlds: dict[str, World | None] = {}
         self._own_worlds: list[World] = []
@@ -88,6 +91,12 @@ class Group:
             world = self._world_of(device)
         return world if world is not None and len(world.domain) == self.size else None
 
+    def remember(self, output: torch.Tensor, call: InPlace) -> None:
+        """Know a gather in place again when it is next made with the same tensors."""
+        if len(self.in_place) >= _MOST_KNOWN:  # most of them of tensors that are gone
+            self.in_place.clear()
+        self.in_place[id(output)] = call
+
     def default_device(self) -> torch.device:
         """Where calls without a tensor happen."""
         if self._world is not None:
@@ -101,6 +110,7 @@ class Group:
     def close(self) -> None:
         """Close the worlds that were made for this group; waits for no other rank."""
         with self._lock:
+            self.in_place.clear()
             self._engines.clear()
             self._worlds.clear()
             for world in self._own_worlds:

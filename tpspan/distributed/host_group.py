@@ -117,11 +117,10 @@ class HostGroup:
         counts.count("all_gather_object: host")
         return Board.of(self.world).all_gather(value)
 
-    def all_gather_in_place(self, output: torch.Tensor, offset_bytes: int) -> None:
+    def all_gather_in_place(self, dtype: torch.dtype, nbytes: int, offset_bytes: int) -> None:
         """Every rank's input lies in the span that the output is a view of: only meet."""
-        nbytes = output.numel() * output.element_size()
         operation = Operation.ALL_GATHER_IN_PLACE
-        self._steps.ask(words(operation, output.dtype, nbytes, digest=offset_bytes))
+        self._steps.ask(words(operation, dtype, nbytes, digest=offset_bytes))
         self._steps.step()
         counts.count("all_gather: in place")
 
