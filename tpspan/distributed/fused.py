@@ -7,6 +7,7 @@ which when is the kernels' affair: see ``tpspan.kernels.device_fused``.
 from __future__ import annotations
 
 import contextlib
+from typing import Any, cast
 
 import torch
 
@@ -51,7 +52,8 @@ class Fused:
         prepare(world.device.index or 0, FUSED_KERNELS)
         self._epochs = torch.zeros(FUSED_BLOCKS, dtype=torch.int32, device=world.device)
         self._status = torch.zeros(world.world_size, dtype=torch.int32).pin_memory()
-        self._status_words = self._status.numpy()
+        self._status_bytes = memoryview(cast(Any, self._status.numpy())).cast("B")
+        self._all_well = bytes(len(self._status_bytes))
         self._place = FusedPlace(
             staging.base_address,
             staging.page_nbytes,
@@ -97,8 +99,8 @@ class Fused:
         Raises:
             PeerError: ranks did not come before the deadline; what was computed since is void.
         """
-        if self._status_words.any():
-            late = [rank for rank, word in enumerate(self._status_words) if word]
+        if self._status_bytes != self._all_well:
+            late = [rank for rank, word in enumerate(self._status.tolist()) if word]
             raise PeerError(late, "did not come before a kernel's wait ran out of time")
 
     def close(self) -> None:
