@@ -49,6 +49,7 @@ class Buffers:
         on_host: take host memory, which does not grow.
 
     Attributes:
+        rank, world_size, device_index: of this rank.
         on_host: where they lie.
         capturing: whether the current stream is being captured; set by the group before each call.
         nbytes: of one buffer.
@@ -58,6 +59,8 @@ class Buffers:
     def __init__(self, world: World, *, on_host: bool = False) -> None:
         self.on_host = on_host
         self.capturing = False
+        self.rank, self.world_size = world.rank, world.world_size
+        self.device_index = world.device.index
         self._world = world
         self._driver = world.driver
         self._signals = Signals.of(world)
@@ -72,8 +75,12 @@ class Buffers:
         if not self.capturing:
             buffer = self._turn = 1 - self._turn
         first = self._range.address + buffer * self.nbytes
-        self.copy(first + self._world.rank * self.region_nbytes, source, nbytes, stream)
+        self.copy(self.staged(first, self.rank), source, nbytes, stream)
         return first
+
+    def staged(self, first: int, rank: int) -> int:
+        """Where a rank's bytes are in the step for which ``stage`` returned ``first``."""
+        return first + rank * self.region_nbytes
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy bytes by copy engine."""

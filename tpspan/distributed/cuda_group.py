@@ -12,10 +12,7 @@ engines (``Buffers``). Otherwise pieces are pulled by one kernel, or, if they ar
 share a GPU, by the copy engine, and no kernel waits for another rank: how a stream waits is the
 affair of ``tpspan.spans.signals``.
 
-Reductions. One-shot, for small ones: each rank adds up all vectors. At the root, where ranks share
-a GPU, so that only one of them runs a kernel. Two-shot: each adds up its slice and stages the
-result where nobody reads its input, then all pull the results. In all of them the ranks' values are
-added in the order of the ranks, by somebody who rounds once.
+Reductions: see ``cuda_reduce``.
 
 Arguments are compared through ``Journal``, without waiting: by then the barrier may be queued
 already, so a call that does not fit ends at the deadline on the ranks that came first, and at once
@@ -33,7 +30,7 @@ import torch
 
 from tpspan.distributed import counts
 from tpspan.distributed.buffers import Buffers
-from tpspan.distributed.cuda_reduce import reduce_over
+from tpspan.distributed.cuda_reduce import at_root, one_shot, reduce_over, two_shot
 from tpspan.distributed.fused import Fused
 from tpspan.distributed.journal import Journal
 from tpspan.distributed.requests import Operation, Reduction, words
@@ -47,7 +44,6 @@ from tpspan.spans.board import Board
 ONE_SHOT_NBYTES = 256 << 10
 # Of all ranks together: from here on two switches of the time slice cost less than the bus.
 THROUGH_HOST_NBYTES = 4 << 20
-_ROOT = 0
 _ENGINE_NBYTES = 4 << 20
 _ALIGNMENT = 256
 
@@ -67,7 +63,7 @@ class CudaGroup:
         self.world = world
         self.rank, self.world_size = world.rank, world.world_size
         self._device = world.device
-        self._index = world.device.index or 0
+        self._index = world.device.index
         self._buffers = Buffers(world)
         prepare(self._index, REDUCE_KERNELS)
         self._journal = Journal(world)
@@ -135,7 +131,7 @@ class CudaGroup:
 
     def all_gather(self, output: torch.Tensor, piece: torch.Tensor) -> None:
         """Put the ranks' pieces, of one size, one after another."""
-        nbytes = piece.numel() * piece.element_size()
+        nbytes = piece.nbytes
         self._journal.note(words(Operation.ALL_GATHER, piece.dtype, nbytes))
         stream = _stream(self._index)
         source, target, size = piece.data_ptr(), output.data_ptr(), self.world_size
@@ -153,22 +149,20 @@ class CudaGroup:
             buffers.meet(stream)
             if by_engine:
                 for peer in self._others:
-                    staged = first + peer * buffers.region_nbytes
+                    staged = buffers.staged(first, peer)
                     buffers.copy(target + peer * nbytes + at, staged, part, stream)
-                if own != source:
-                    staged = first + self.rank * buffers.region_nbytes
-                    nearest = staged if buffers.on_host else source + at
-                    buffers.copy(own + at, nearest, part, stream)
-            elif part:
+                self._keep_own(buffers, first, own + at, source + at, part, stream)
+            else:
                 num_pieces = size if own != source else size - 1
-                self._pull(target + at, nbytes, first, part, part * size, num_pieces, stream)
+                stride = buffers.region_nbytes
+                self._pull(target + at, nbytes, first, stride, part, num_pieces, stream)
             buffers.leave(stream)
         way = "through host" if buffers.on_host else "engine" if by_engine else "kernel"
         counts.count(f"all_gather: {way}")
 
     def all_gather_list(self, outputs: Sequence[torch.Tensor], piece: torch.Tensor) -> None:
         """Put the ranks' pieces, of any sizes, into tensors of their sizes."""
-        sizes = [output.numel() * output.element_size() for output in outputs]
+        sizes = [output.nbytes for output in outputs]
         digest = zlib.crc32(repr(sizes).encode())
         operation = Operation.ALL_GATHER_LIST
         self._journal.note(words(operation, piece.dtype, sum(sizes), digest=digest))
@@ -182,18 +176,14 @@ class CudaGroup:
             buffers.meet(stream)
             for peer in self._others:
                 size = max(min(sizes[peer] - at, longest), 0)
-                staged = first + peer * buffers.region_nbytes
-                buffers.copy(targets[peer] + at, staged, size, stream)
-            if targets[self.rank] != source:
-                staged = first + self.rank * buffers.region_nbytes
-                nearest = staged if buffers.on_host else source + at
-                buffers.copy(targets[self.rank] + at, nearest, part, stream)
+                buffers.copy(targets[peer] + at, buffers.staged(first, peer), size, stream)
+            self._keep_own(buffers, first, targets[self.rank] + at, source + at, part, stream)
             buffers.leave(stream)
         counts.count("all_gather: list")
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Give the root's tensor to all."""
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         self._journal.note(words(Operation.BROADCAST, tensor.dtype, nbytes, root=root))
         buffers, stream = self._buffers_for(nbytes * self.world_size), _stream(self._index)
         address, is_root = tensor.data_ptr(), self.rank == root
@@ -202,8 +192,7 @@ class CudaGroup:
             first = buffers.stage(address + at, part if is_root else 0, stream)
             buffers.meet(stream)
             if not is_root:
-                staged = first + root * buffers.region_nbytes
-                buffers.copy(address + at, staged, part, stream)
+                buffers.copy(address + at, buffers.staged(first, root), part, stream)
             buffers.leave(stream)
         counts.count("broadcast: staged")
 
@@ -211,76 +200,52 @@ class CudaGroup:
         self, output: torch.Tensor, whole: torch.Tensor, reduction: Reduction
     ) -> None:
         """Reduce the ranks' inputs and give each rank its part of the result."""
-        nbytes = output.numel() * output.element_size()
+        nbytes = output.nbytes
         operation = Operation.REDUCE_SCATTER
-        self._journal.note(words(operation, output.dtype, nbytes, reduction=int(reduction)))
+        self._journal.note(words(operation, output.dtype, nbytes, reduction=reduction))
         stream = _stream(self._index)
         source, target = whole.data_ptr(), output.data_ptr()
         rank, size = self.rank, self.world_size
-        buffers = self._buffers_for(nbytes * size)
+        buffers = self._buffers_for(whole.nbytes)
         if buffers.on_host:
-            self._at_root(source, whole, (target, rank * nbytes, nbytes), reduction, stream)
+            at_root(buffers, whole, target, rank * nbytes, nbytes, reduction, stream)
             counts.count("reduce_scatter: at the root")
             return
-        buffers.fit(nbytes * size)
+        buffers.fit(whole.nbytes)
         slot = buffers.nbytes // size // _ALIGNMENT * _ALIGNMENT
         for at, part in buffers.parts(nbytes, slot):
             first = buffers.stage(0, 0, stream)
-            if part:
-                pull(
-                    first + rank * buffers.region_nbytes,
-                    slot,
-                    source + at,
-                    nbytes,
-                    part,
-                    part * size,
-                    rank,
-                    size,
-                    size - 1,
-                    device=self._index,
-                    stream=stream,
-                )
+            mine = buffers.staged(first, rank)
+            self._pull(mine, slot, source + at, nbytes, part, size - 1, stream)
             buffers.meet(stream)
             own = source + rank * nbytes + at
             numel = part // output.element_size()
-            pair = (output, whole)
-            self._reduce_over(
-                target + at, 0, first + rank * slot, own, numel, reduction, stream, pair
-            )
+            slices, pair = first + rank * slot, (output, whole)
+            reduce_over(buffers, target + at, 0, slices, own, numel, reduction, stream, pair)
             buffers.leave(stream)
         counts.count("reduce_scatter: staged")
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce the ranks' tensors, in place and on every rank."""
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         operation = Operation.ALL_REDUCE
-        self._journal.note(words(operation, tensor.dtype, nbytes, reduction=int(reduction)))
+        self._journal.note(words(operation, tensor.dtype, nbytes, reduction=reduction))
         buffers, stream = self._buffers_for(nbytes * self.world_size), _stream(self._index)
-        address = tensor.data_ptr()
-        is_sum = reduction in (Reduction.SUM, Reduction.AVG)
-        if self._fused is not None and is_sum and self._fused.serves_sum(nbytes, tensor.dtype):
-            divisor = self.world_size if reduction is Reduction.AVG else 1
-            self._fused.sum(tensor, divisor, stream)
+        address, fused = tensor.data_ptr(), self._fused
+        if fused is not None and reduction.is_sum and fused.serves_sum(nbytes, tensor.dtype):
+            fused.sum(tensor, reduction.divisor(self.world_size), stream)
             counts.count("all_reduce: fused")
-            return
-        if buffers.on_host:
-            self._at_root(address, tensor, (address, 0, nbytes), reduction, stream)
+        elif buffers.on_host:
+            at_root(buffers, tensor, address, 0, nbytes, reduction, stream)
             counts.count("all_reduce: at the root")
-            return
-        if nbytes <= ONE_SHOT_NBYTES:
-            first = buffers.stage(address, nbytes, stream)
-            buffers.meet(stream)
-            self._reduce_over(
-                address, 0, first, address, tensor.numel(), reduction, stream, (tensor,)
-            )
-            buffers.leave(stream)
+        elif nbytes <= ONE_SHOT_NBYTES:
+            one_shot(buffers, tensor, reduction, stream)
             counts.count("all_reduce: one-shot")
-            return
-        buffers.fit(nbytes)
-        for at, part in buffers.parts(nbytes):
-            self._two_shot(tensor, address + at, part, reduction, stream)
-            buffers.leave(stream)
-        counts.count("all_reduce: two-shot")
+        else:
+            buffers.fit(nbytes)
+            for at, part in buffers.parts(nbytes):
+                two_shot(buffers, tensor, address + at, part, reduction, stream)
+            counts.count("all_reduce: two-shot")
 
     def close(self) -> None:
         """Unmap; waits for no other rank."""
@@ -297,115 +262,38 @@ class CudaGroup:
             return self._host_buffers
         return self._buffers
 
-    def _at_root(
-        self,
-        source: int,
-        tensor: torch.Tensor,
-        part: tuple[int, int, int],
-        reduction: Reduction,
-        stream: int,
+    def _keep_own(
+        self, buffers: Buffers, first: int, target: int, source: int, nbytes: int, stream: int
     ) -> None:
-        """Reduce the ranks' vectors in the root's buffer, from which each rank takes its part.
-
-        Args:
-            source, tensor: this rank's vector.
-            part: where this rank's part goes, its offset in the vector, and its bytes.
-        """
-        buffers = self._host_buffers
-        assert buffers is not None
-        nbytes = tensor.numel() * tensor.element_size()
-        target, start, part_nbytes = part
-        for at, longest in buffers.parts(nbytes):
-            first = buffers.stage(source + at, longest, stream)
-            buffers.meet(stream)
-            result = first + _ROOT * buffers.region_nbytes
-            if self.rank == _ROOT:
-                numel = longest // tensor.element_size()
-                self._reduce_over(
-                    result, 0, first, result, numel, reduction, stream, (tensor,), buffers
-                )
-            buffers.meet(stream)
-            begin = max(start, at)
-            taken = min(start + part_nbytes, at + longest) - begin
-            if taken > 0:
-                buffers.copy(target + begin - start, result + begin - at, taken, stream)
-            buffers.leave(stream)
-
-    def _two_shot(
-        self, tensor: torch.Tensor, address: int, nbytes: int, reduction: Reduction, stream: int
-    ) -> None:
-        buffers, rank, size = self._buffers, self.rank, self.world_size
-        slot = -(-nbytes // size // _ALIGNMENT) * _ALIGNMENT
-        start = min(rank * slot, nbytes)
-        numel = min(nbytes - start, slot) // tensor.element_size()
-        end = min(start + slot, nbytes)
-        first = buffers.stage(address, start, stream)
-        own = first + rank * buffers.region_nbytes
-        buffers.copy(own + end, address + end, nbytes - end, stream)
-        buffers.meet(stream)
-        # The result goes where no peer reads: they read the other slices of this buffer.
-        mine = address + start
-        self._reduce_over(
-            mine, own + start, first + start, mine, numel, reduction, stream, (tensor,)
-        )
-        buffers.meet(stream)
-        stride = buffers.region_nbytes + slot
-        pull(
-            address,
-            slot,
-            first,
-            stride,
-            slot,
-            nbytes,
-            rank,
-            size,
-            size - 1,
-            device=self._index,
-            stream=stream,
-        )
+        """Copy this rank's own piece, unless it is there: from the host if that is where it is."""
+        if target != source:
+            nearest = buffers.staged(first, self.rank) if buffers.on_host else source
+            buffers.copy(target, nearest, nbytes, stream)
 
     def _pull(
         self,
         target: int,
         target_stride: int,
-        first: int,
+        source: int,
+        source_stride: int,
         piece_nbytes: int,
-        nbytes: int,
         num_pieces: int,
         stream: int,
     ) -> None:
+        """Copy pieces of the ranks by one kernel; none if they are empty."""
         pull(
             target,
             target_stride,
-            first,
-            self._buffers.region_nbytes,
+            source,
+            source_stride,
             piece_nbytes,
-            nbytes,
+            piece_nbytes * self.world_size,
             self.rank,
             self.world_size,
             num_pieces,
             device=self._index,
             stream=stream,
         )
-
-    def _reduce_over(
-        self,
-        target: int,
-        second: int,
-        first: int,
-        own: int,
-        numel: int,
-        reduction: Reduction,
-        stream: int,
-        tensors: tuple[torch.Tensor, ...],
-        buffers: Buffers | None = None,
-    ) -> None:
-        ranks = (self.rank, self.world_size)
-        buffers = buffers or self._buffers
-        if numel:
-            reduce_over(
-                buffers, ranks, target, second, first, own, numel, reduction, stream, tensors
-            )
 
     def _in_order(self, call: Callable[[], object]) -> None:
         """Behind the group's call before, if that was on another stream; not in a capture."""

@@ -1,4 +1,10 @@
-"""How a GPU adds up, or otherwise reduces, what the ranks have staged."""
+"""How GPUs add up, or otherwise reduce, what the ranks have staged.
+
+One-shot, for small vectors: each rank reduces all of them. At the root, where ranks share a GPU and
+stage in host memory, so that only one of them runs a kernel. Two-shot: each reduces its slice and
+stages the result where nobody reads its input, then all pull the results. In all of them the ranks'
+values are taken in the order of the ranks, by somebody who rounds once.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +13,95 @@ import torch
 from tpspan.distributed.buffers import Buffers
 from tpspan.distributed.reductions import combine
 from tpspan.distributed.requests import Reduction
-from tpspan.kernels.stream_reduce import DEVICE_SUM_DTYPES, device_sum
+from tpspan.kernels.stream_reduce import DEVICE_SUM_DTYPES, device_sum, pull
 
 _VECTOR_NBYTES = 16
+_ALIGNMENT = 256
+_ROOT = 0
 _FAST = {getattr(torch, name): name for name in DEVICE_SUM_DTYPES}
+
+
+def one_shot(buffers: Buffers, tensor: torch.Tensor, reduction: Reduction, stream: int) -> None:
+    """Reduce the ranks' tensors, in place and on every rank."""
+    address = tensor.data_ptr()
+    first = buffers.stage(address, tensor.nbytes, stream)
+    buffers.meet(stream)
+    numel = tensor.numel()
+    reduce_over(buffers, address, 0, first, address, numel, reduction, stream, (tensor,))
+    buffers.leave(stream)
+
+
+def at_root(
+    buffers: Buffers,
+    tensor: torch.Tensor,
+    target: int,
+    start: int,
+    nbytes: int,
+    reduction: Reduction,
+    stream: int,
+) -> None:
+    """Reduce the ranks' vectors in the root's buffer, from which each rank takes its part.
+
+    Args:
+        tensor: this rank's vector.
+        target, start, nbytes: where this rank's part goes, its offset in the vector, its size.
+    """
+    source = tensor.data_ptr()
+    for at, part in buffers.parts(tensor.nbytes):
+        first = buffers.stage(source + at, part, stream)
+        buffers.meet(stream)
+        result = buffers.staged(first, _ROOT)
+        if buffers.rank == _ROOT:
+            numel = part // tensor.element_size()
+            reduce_over(buffers, result, 0, first, result, numel, reduction, stream, (tensor,))
+        buffers.meet(stream)
+        begin = max(start, at)
+        taken = max(min(start + nbytes, at + part) - begin, 0)
+        buffers.copy(target + begin - start, result + begin - at, taken, stream)
+        buffers.leave(stream)
+
+
+def two_shot(
+    buffers: Buffers,
+    tensor: torch.Tensor,
+    address: int,
+    nbytes: int,
+    reduction: Reduction,
+    stream: int,
+) -> None:
+    """Reduce ``nbytes`` at ``address`` in the tensor, in place and on every rank."""
+    rank, size = buffers.rank, buffers.world_size
+    slot = -(-nbytes // size // _ALIGNMENT) * _ALIGNMENT
+    start = min(rank * slot, nbytes)
+    end = min(start + slot, nbytes)
+    first = buffers.stage(address, start, stream)
+    own = buffers.staged(first, rank)
+    buffers.copy(own + end, address + end, nbytes - end, stream)
+    buffers.meet(stream)
+    # The result goes where no peer reads: they read the other slices of this buffer.
+    mine, numel = address + start, (end - start) // tensor.element_size()
+    reduce_over(
+        buffers, mine, own + start, first + start, mine, numel, reduction, stream, (tensor,)
+    )
+    buffers.meet(stream)
+    pull(
+        address,
+        slot,
+        first,
+        buffers.region_nbytes + slot,
+        slot,
+        nbytes,
+        rank,
+        size,
+        size - 1,
+        device=buffers.device_index,
+        stream=stream,
+    )
+    buffers.leave(stream)
 
 
 def reduce_over(
     buffers: Buffers,
-    ranks: tuple[int, int],
     target: int,
     second: int,
     first: int,
@@ -28,36 +114,59 @@ def reduce_over(
     """Reduce what lies at ``first`` and on in every region, this rank's own at ``own``.
 
     Args:
-        ranks: this rank, and how many there are.
         target, second: where the result goes; ``second`` may be 0.
         tensors: the call's, in which ``target`` and ``own`` lie; the first has the dtype.
     """
-    rank, size = ranks
-    dtype = tensors[0].dtype
-    name = _FAST.get(dtype)
-    is_sum = reduction in (Reduction.SUM, Reduction.AVG)
-    if name and is_sum and not (target | second | first | own) % _VECTOR_NBYTES:
-        device_sum(
-            name,
-            target,
-            second,
-            first,
-            buffers.region_nbytes,
-            own,
-            numel,
-            rank,
-            size,
-            size if reduction is Reduction.AVG else 1,
-            device=tensors[0].device.index,
-            stream=stream,
-        )
+    if not numel:
         return
-    addresses = [first + peer * buffers.region_nbytes for peer in range(size)]
+    rank, size, stride = buffers.rank, buffers.world_size, buffers.region_nbytes
+    dtype = tensors[0].dtype
+    places = (target, second, first, stride, own)
+    if sum_on_device(dtype, places, numel, rank, size, reduction, buffers.device_index, stream):
+        return
+    addresses = [buffers.staged(first, peer) for peer in range(size)]
     addresses[rank] = own
     sources = [_view(buffers, address, numel, tensors) for address in addresses]
     combine(_view(buffers, target, numel, tensors), sources, reduction)
     if second:
         buffers.copy(second, target, numel * dtype.itemsize, stream)
+
+
+def sum_on_device(
+    dtype: torch.dtype,
+    places: tuple[int, int, int, int, int],
+    numel: int,
+    rank: int,
+    size: int,
+    reduction: Reduction,
+    device_index: int,
+    stream: int,
+) -> bool:
+    """Add up by our kernel, if there is one for this; otherwise do nothing and return False.
+
+    Args:
+        places: target, second target or 0, the first rank's source, the stride from one rank's to
+            the next, and this rank's own source.
+    """
+    target, second, first, stride, own = places
+    name = _FAST.get(dtype)
+    if not name or not reduction.is_sum or (target | second | first | own) % _VECTOR_NBYTES:
+        return False
+    device_sum(
+        name,
+        target,
+        second,
+        first,
+        stride,
+        own,
+        numel,
+        rank,
+        size,
+        reduction.divisor(size),
+        device=device_index,
+        stream=stream,
+    )
+    return True
 
 
 def _view(

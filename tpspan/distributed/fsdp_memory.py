@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tpspan.distributed import counts
+from tpspan.distributed.cuda_reduce import sum_on_device
 from tpspan.distributed.fsdp_buffers import GatherBuffers, ReduceBuffers
 from tpspan.distributed.groups import resolve
 from tpspan.distributed.host_reduce import reducer
@@ -18,11 +19,8 @@ from tpspan.distributed.reductions import combine
 from tpspan.distributed.requests import Operation, Reduction, words
 from tpspan.distributed.work import HostWork, StreamWork
 from tpspan.kernels.compile import prepare
-from tpspan.kernels.stream_reduce import DEVICE_SUM_DTYPES, REDUCE_KERNELS, device_sum
+from tpspan.kernels.stream_reduce import REDUCE_KERNELS
 from tpspan.launch.world import World
-
-_ON_DEVICE = {getattr(torch, name): name for name in DEVICE_SUM_DTYPES}
-_VECTOR_NBYTES = 16
 
 
 class FsdpMemory:
@@ -47,7 +45,7 @@ class FsdpMemory:
         if world.backend == "host":
             guard = self._gathering = self._reducing = HostLine(world)
         else:
-            prepare(world.device.index or 0, REDUCE_KERNELS)
+            prepare(world.device.index, REDUCE_KERNELS)
             journal = self._journal = Journal(world)
             gathered: list[Buffer] = []
             self._gathering = CudaLine(world, journal, gathered)
@@ -103,7 +101,7 @@ class FsdpMemory:
             Operation.REDUCE_SCATTER_IN_PLACE,
             output.dtype,
             nbytes,
-            reduction=int(reduction),
+            reduction=reduction,
             buffer=buffer.number,
         )
         counts.count("reduce_scatter: in place")
@@ -152,25 +150,10 @@ class FsdpMemory:
         offset = rank * numel * output.element_size()
         first = buffer.span.base_address + offset
         own = first + rank * buffer.capacity
-        target = output.data_ptr()
-        name = _ON_DEVICE.get(output.dtype)
-        is_sum = reduction in (Reduction.SUM, Reduction.AVG)
-        if name and is_sum and not (target | first) % _VECTOR_NBYTES:
-            device = self.world.device
-            device_sum(
-                name,
-                target,
-                0,
-                first,
-                buffer.capacity,
-                own,
-                numel,
-                rank,
-                size,
-                size if reduction is Reduction.AVG else 1,
-                device=device.index or 0,
-                stream=torch.cuda.current_stream(device).cuda_stream,
-            )
+        places = (output.data_ptr(), 0, first, buffer.capacity, own)
+        index = self.world.device.index
+        stream = torch.cuda.current_stream(index).cuda_stream
+        if sum_on_device(output.dtype, places, numel, rank, size, reduction, index, stream):
             return
         sources = [
             buffer.tensor(numel, output.dtype, offset + peer * buffer.capacity)

@@ -49,7 +49,7 @@ class Fused:
             world.driver.copy(own, zeros.data_ptr(), counters.page_nbytes, stream.cuda_stream)
             stream.synchronize()
             self._undo = undo.pop_all()
-        prepare(world.device.index or 0, FUSED_KERNELS)
+        prepare(world.device.index, FUSED_KERNELS)
         self._epochs = torch.zeros(FUSED_BLOCKS, dtype=torch.int32, device=world.device)
         self._status = torch.zeros(world.world_size, dtype=torch.int32).pin_memory()
         self._status_bytes = memoryview(cast(Any, self._status.numpy())).cast("B")
@@ -64,7 +64,7 @@ class Fused:
             self._epochs.data_ptr(),
             self._status.data_ptr(),
             int(world.timeout_s * 1e9),
-            world.device.index or 0,
+            world.device.index,
         )
         board.barrier()  # nobody posts before every page is mapped and cleared
 

@@ -196,7 +196,7 @@ class HostGroup:
         """Reduce the ranks' inputs and give each rank its part of the result."""
         itemsize = output.element_size()
         nbytes = output.numel() * itemsize
-        request = words(Operation.REDUCE_SCATTER, output.dtype, nbytes, reduction=int(reduction))
+        request = words(Operation.REDUCE_SCATTER, output.dtype, nbytes, reduction=reduction)
         self._steps.ask(request)
         reduce = reducer(output.dtype, reduction, self.world_size)
         rank, size, slot = self.rank, self.world_size, self._slices
@@ -218,7 +218,7 @@ class HostGroup:
         """Reduce the ranks' tensors, in place and on every rank."""
         itemsize = tensor.element_size()
         nbytes = tensor.numel() * itemsize
-        self._steps.ask(words(Operation.ALL_REDUCE, tensor.dtype, nbytes, reduction=int(reduction)))
+        self._steps.ask(words(Operation.ALL_REDUCE, tensor.dtype, nbytes, reduction=reduction))
         reduce = reducer(tensor.dtype, reduction, self.world_size)
         if nbytes <= ONE_SHOT_NBYTES:
             self._one_shot(tensor.data_ptr(), nbytes, itemsize, reduce)

@@ -39,6 +39,15 @@ class Reduction(enum.IntEnum):
     BOR = 7
     BXOR = 8
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether values are added up."""
+        return self in (Reduction.SUM, Reduction.AVG)
+
+    def divisor(self, world_size: int) -> int:
+        """By what the sum of the ranks' values is divided."""
+        return world_size if self is Reduction.AVG else 1
+
 
 _BY_OP = {
     getattr(ReduceOp, reduction.name): reduction for reduction in Reduction if reduction.value
@@ -70,7 +79,7 @@ def check_reduction(operation: str, reduction: Reduction, dtype: torch.dtype) ->
         ValueError: complex numbers have no order, no product here, and no bits.
         TypeError: floating point numbers have no bits; truth values have no mean.
     """
-    if dtype.is_complex and reduction not in (Reduction.SUM, Reduction.AVG):
+    if dtype.is_complex and not reduction.is_sum:
         raise ValueError(f"{operation} does not support {reduction.name} on complex tensors")
     if dtype.is_floating_point and reduction in _BITWISE:
         raise TypeError(f"{operation} does not support {reduction.name} on {dtype}")
