@@ -1,8 +1,8 @@
 """Spans: what all ranks of a domain hold and read together.
 
 From the bottom: ``layout`` is arithmetic; ``connections`` and ``exchange`` pass descriptors;
-``pages``, ``host_ops``, ``stream_ops``, ``board`` and ``signals`` are how ranks wait for and agree
-with each other; ``table``, ``allocation``, ``shards``, ``copying``, ``fence`` and ``tensors`` are
+``pages``, ``host_ops``, ``stream_ops`` (with ``stream_words`` and ``stream_watch``), ``board`` and
+``signals`` are how ranks wait for and agree with each other; ``table``, ``allocation``, ``shards``, ``copying``, ``fence`` and ``tensors`` are
 the pieces of a ``span``.
 """
 

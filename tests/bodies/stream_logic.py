@@ -1,0 +1,239 @@
+"""How streams of ranks that share a GPU wait for each other, on the host backend.
+
+The operations themselves are those that the driver would get; a thread for each stream carries them
+out in their order, as a GPU does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cuda.bindings import driver as cu
+
+from tpspan.kernels.board import has_arrived
+from tpspan.launch.world import World
+from tpspan.spans import stream_ops, stream_watch
+from tpspan.spans.board import Board
+from tpspan.spans.pages import Pages
+
+_NUM_WORDS = 6
+_POLL_S = 2e-4
+
+
+class PlayedStreams:
+    """Streams by number; what is put on one is done by its thread, one after the other."""
+
+    def __init__(self) -> None:
+        self.capturing = False
+        self._todo: dict[int, queue.Queue[Callable[[], None] | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._done: dict[int, bool] = {}
+        self._marks: dict[int, int] = {}
+        self._num_events = self._num_marks = 0
+
+    def put(self, stream: int, step: Callable[[], None]) -> None:
+        if stream not in self._todo:
+            todo = self._todo[stream] = queue.Queue()
+            thread = threading.Thread(target=self._run, args=(todo,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._todo[stream].put(step)
+
+    def batch(self, stream: int, num: int, address: int, flags: int) -> int:
+        words = (ctypes.c_uint64 * (_NUM_WORDS * num)).from_address(address)
+        operations = [
+            tuple(words[at : at + 4]) for at in range(0, _NUM_WORDS * num, _NUM_WORDS)
+        ]  # as the driver does, before the call returns
+        for operation in operations:
+            self.put(stream, functools.partial(_carry_out, *operation))
+        return 0
+
+    def synchronize(self, stream: int) -> None:
+        done = threading.Event()
+        self.put(stream, done.set)
+        assert done.wait(20), "a played stream does not come to rest"
+
+    def close(self) -> None:
+        for todo in self._todo.values():
+            todo.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    # What stream_watch asks of the driver.
+    def new_event(self, flags: int) -> tuple[int, int]:
+        self._num_events += 1
+        self._done[self._num_events] = True
+        return 0, self._num_events
+
+    def record(self, event: int, stream: int) -> tuple[int]:
+        self._done[event] = False
+        self._num_marks += 1
+        latest = self._marks[event] = self._num_marks
+
+        def reached() -> None:
+            if self._marks[event] == latest:  # an event stands for where it was recorded last
+                self._done[event] = True
+
+        self.put(stream, reached)
+        return (0,)
+
+    def query(self, event: int) -> tuple[Any]:
+        return (cu.CUresult(0 if self._done[event] else cu.CUresult.CUDA_ERROR_NOT_READY),)
+
+    @staticmethod
+    def _run(todo: queue.Queue[Callable[[], None] | None]) -> None:
+        while (step := todo.get()) is not None:
+            step()
+
+
+def _carry_out(kind: int, place: int, value: int, how: int) -> None:
+    word = ctypes.c_uint32.from_address(place)
+    if kind == stream_ops._WRITE:
+        word.value = value
+        return
+    while not (has_arrived(word.value, value) if how == 0 else word.value == value):
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def played(world: World, timeout_s: float) -> Iterator[tuple[PlayedStreams, Any]]:
+    """The streams, and ``StreamOps`` of a world of the same ranks over them."""
+    inner = world.subset(range(world.world_size))
+    inner.timeout_s = timeout_s
+    streams = PlayedStreams()
+    pages = Pages(Board.of(inner).exchange, inner.driver)
+    driver = SimpleNamespace(
+        device=SimpleNamespace(index=0),
+        current=contextlib.nullcontext,
+        is_capturing=lambda stream: streams.capturing,
+    )
+    asked = SimpleNamespace(
+        **{
+            name: getattr(cu, name) for name in ("CUresult", "CUevent_flags", "CUstreamCaptureMode")
+        },
+        cuEventCreate=streams.new_event,
+        cuEventRecord=streams.record,
+        cuEventQuery=streams.query,
+        cuEventDestroy=lambda event: (0,),
+        cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
+    )
+    library = SimpleNamespace(cuStreamBatchMemOp_v2=_Function(streams.batch))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_watch, "cu", asked)
+        patch.setattr(stream_watch, "_LOOK_S", 0.02)
+        patch.setattr(ctypes, "CDLL", lambda name: library)
+        ops = stream_ops.StreamOps(pages, driver, inner)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_watch, "cu", asked)
+        patch.setattr(stream_watch, "_LOOK_S", 0.02)
+        world.control.barrier()
+        try:
+            yield streams, ops
+            world.control.barrier()
+        finally:
+            ops.close()
+            streams.close()
+            pages.close()
+            inner.close()
+
+
+class _Function:
+    """A function of a library, which takes the types of its arguments as an attribute."""
+
+    def __init__(self, call: Callable[..., int]) -> None:
+        self._call = call
+        self.argtypes: tuple[Any, ...] = ()
+
+    def __call__(self, *arguments: Any) -> int:
+        return self._call(*arguments)
+
+
+def barriers(world: World, captured: bool) -> None:
+    """No stream leaves a barrier before all have come, on one stream or several, in and out."""
+    with played(world, 20.0) as (streams, ops):
+        page = Pages(Board.of(world).exchange, world.driver)
+        own = ctypes.c_uint64.from_address(page.address_of(world.rank))
+        counts = [
+            ctypes.c_uint64.from_address(page.address_of(rank)) for rank in range(world.world_size)
+        ]
+        wrong: list[list[int]] = []
+
+        def come() -> None:
+            time.sleep(1e-3 * ((own.value * 7 + world.rank * 3) % 4))
+            own.value += 1
+
+        def look(turn: int) -> None:
+            seen = [count.value for count in counts]
+            if min(seen) < turn:
+                wrong.append(seen)
+
+        for turn in range(1, 61):
+            streams.capturing = captured and turn % 3 == 0
+            streams.put(7, come)
+            ops.barrier(2, 7)
+            streams.put(7, functools.partial(look, turn))
+            streams.capturing = False
+        streams.synchronize(7)
+        assert not wrong, wrong[:3]
+        world.control.barrier()
+        page.close()
+
+
+def posts(world: World) -> None:
+    """A wait takes each post of its peer once."""
+    with played(world, 20.0) as (streams, ops):
+        after, before = ((world.rank + k) % world.world_size for k in (1, -1))
+        order: list[int] = []
+        for turn in range(20):
+            streams.put(3, lambda: time.sleep(1e-3 * (world.rank % 2)))
+            ops.post(1, after, 3)
+            ops.wait(1, before, 4)
+            streams.put(4, functools.partial(order.append, turn))
+        streams.synchronize(3)
+        streams.synchronize(4)
+        assert order == list(range(20))
+        assert ops.missing() == ()
+        world.control.barrier()
+
+
+def late(world: World, victim: int, captured: bool) -> None:
+    """Everybody names the rank that did not come, whoever's deadline passes first."""
+    with played(world, 0.6) as (streams, ops):
+        streams.capturing = captured
+        for _ in range(2):
+            ops.barrier(0, 5)
+            if not captured:
+                continue
+            with ops._watch.lock:  # a replay is not noted: what follows it on the stream is
+                ops._watch.note(5)
+        streams.synchronize(5)
+        world.control.barrier()
+        if world.rank != victim:
+            time.sleep(0.15 * world.rank)
+            start = time.monotonic()
+            ops.barrier(0, 5)
+            ops.barrier(0, 5)
+            if captured:
+                with ops._watch.lock:
+                    ops._watch.note(5)
+            streams.synchronize(5)
+            assert time.monotonic() - start < 5
+            assert ops.missing() == (victim,), ops.missing()
+
+
+def busy(world: World) -> None:
+    """A stream that is held by something else is left alone, and so is who is behind it."""
+    with played(world, 0.2) as (streams, ops):
+        streams.put(6, lambda: time.sleep(1.0))
+        ops.barrier(0, 6)
+        streams.synchronize(6)
+        assert ops.missing() == ()

@@ -1,0 +1,207 @@
+"""Deadlines for streams that wait for a word, which by themselves would wait for ever.
+
+A thread looks at every stream with such a wait on it. When one has not come any further for the
+time allowed, and the word of another rank is waited for, the thread moves the words itself: the
+stream goes on, and all ranks are told who was missing before any word is moved. Words that were
+moved say nothing true any more, and let the streams of others through that have not waited as long.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+from tpspan.errors import PeerError
+from tpspan.kernels.board import COUNT_MASK
+from tpspan.memory.cuda import CudaDriver, check
+from tpspan.spans.stream_words import FREE, SET, StreamWords, word
+
+_LOOK_S = 0.1
+_MARK_S = 0.5
+_PATIENCE_S = 10.0
+
+
+class StreamWatch:
+    """Watches the streams of one rank.
+
+    Args:
+        words: what streams wait for.
+        driver: of the GPU.
+        timeout_s: how long a stream may wait.
+
+    Attributes:
+        lock: held while something is put on a stream and noted here.
+        epochs: by slot, the number of the last barrier that was put on a stream.
+        captured: the slots with barriers in graphs.
+        waits: (slot, peer) of every wait for a post.
+        slots: all slots in use.
+    """
+
+    def __init__(self, words: StreamWords, driver: CudaDriver, timeout_s: float) -> None:
+        self.lock = threading.Lock()
+        self.epochs: dict[int, int] = {}
+        self.captured: set[int] = set()
+        self.waits: set[tuple[int, int]] = set()
+        self.slots: set[int] = set()
+        self._words, self._driver, self._timeout_s = words, driver, timeout_s
+        self._queues: dict[int, _Queue] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def note(self, stream: int) -> None:
+        """Say that an operation of ours was put on a stream just now; the lock is held."""
+        queue = self._queues.get(stream)
+        if queue is None:
+            with self._driver.current():
+                queue = self._queues[stream] = _Queue()
+        queue.submitted(stream)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._watch, name="tpspan-stream-watch", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        """Wait for what still waits (at its deadline that ends), then stop.
+
+        Raises:
+            PeerError: a stream is held by something else.
+        """
+        deadline = time.monotonic() + self._timeout_s + _PATIENCE_S
+        with self._driver.current():
+            queues = tuple(self._queues.values())
+            while not (done := all(_is_done(queue.last) for queue in queues)):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.001)
+            self._stop.set()
+            if self._thread is not None:
+                self._thread.join()
+            if not done:
+                what = "a stream with a barrier in it does not come to rest"
+                raise PeerError([self._words.rank], what)
+            for queue in queues:
+                queue.close()
+            self._queues.clear()
+
+    def _watch(self) -> None:
+        with self._driver.current():
+            # Or a look at an event would end a capture that goes on in another thread.
+            relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            result = cu.cuThreadExchangeStreamCaptureMode(relaxed)
+            check("cuThreadExchangeStreamCaptureMode", result)
+            while not self._stop.wait(_LOOK_S):
+                with self.lock:
+                    queues = tuple(self._queues.values())
+                    late = [queue for queue in queues if queue.stuck_s() > self._timeout_s]
+                for queue in late:
+                    self._release(queue)
+
+    def _release(self, queue: _Queue) -> None:
+        """Move the words until the stream goes on; note who was missing.
+
+        A stream that is merely busy with something else has no word of ours waiting: it is left
+        alone.
+        """
+        with self.lock:
+            epochs, slots = dict(self.epochs), sorted(self.slots)
+            captured, waits = set(self.captured), set(self.waits)
+        missing = self._behind(epochs) or self._absent(slots, captured, waits)
+        missing = self._corrected(missing)
+        if not missing:
+            return
+        rank = self._words.rank
+        self._words.tell(missing)
+        end = time.monotonic() + _PATIENCE_S
+        while not _is_done(queue.last) and time.monotonic() < end:
+            for slot, epoch in epochs.items():
+                for distance in self._words.distances:
+                    word(self._words.counter(slot, rank, rank - distance)).value = epoch
+            for slot in slots:
+                for peer in self._words.peers:
+                    word(self._words.flag(slot, rank, peer)).value = SET
+                    word(self._words.flag(slot, peer, rank)).value = FREE
+            time.sleep(0.001)
+
+    def _corrected(self, missing: set[int]) -> set[int]:
+        """What this rank sees as missing, with what those say whose deadline came first."""
+        missed, said = self._words.told()
+        return ((missing - said) | missed) - {self._words.rank} or missing
+
+    def _behind(self, epochs: dict[int, int]) -> set[int]:
+        """Who has not come to a barrier to which this rank's stream has."""
+        missing = set()
+        for slot in epochs:
+            here = self._words.arrived(slot, self._words.rank)
+            for peer in self._words.peers:
+                # A peer may be ahead, which a cyclic difference shows as a very large number.
+                if 0 < (here - self._words.arrived(slot, peer)) & COUNT_MASK <= COUNT_MASK // 2:
+                    missing.add(peer)
+        return missing
+
+    def _absent(
+        self, slots: list[int], captured: set[int], waits: set[tuple[int, int]]
+    ) -> set[int]:
+        """Who has not moved a flag that is waited for."""
+        rank, flag = self._words.rank, self._words.flag
+        pairs = [(slot, peer) for slot in slots for peer in self._words.peers]
+        unset = {(slot, peer) for slot, peer in pairs if word(flag(slot, rank, peer)).value == FREE}
+        posted = {(slot, peer) for slot, peer in pairs if word(flag(slot, peer, rank)).value == SET}
+        # A barrier in a graph that holds the stream is one to which this rank has posted.
+        missing = {peer for slot, peer in unset & posted if slot in captured}
+        missing = missing or {peer for slot, peer in unset if (slot, peer) in waits}
+        return missing or {peer for _, peer in posted}
+
+
+class _Queue:
+    """How far a stream has come: its last operation, and marks between that show progress."""
+
+    def __init__(self) -> None:
+        self.last = _new_event()
+        self._marks: deque[Any] = deque()
+        self._marked = 0.0
+        self._progress = 0.0
+        self._is_idle = True
+
+    def submitted(self, stream: int) -> None:
+        """Note that something of ours was put on the stream just now."""
+        now = time.monotonic()
+        check("cuEventRecord", cu.cuEventRecord(self.last, stream))
+        if self._is_idle:
+            self._is_idle, self._progress = False, now
+        if now - self._marked > _MARK_S:
+            mark = _new_event()
+            check("cuEventRecord", cu.cuEventRecord(mark, stream))
+            self._marks.append(mark)
+            self._marked = now
+
+    def stuck_s(self) -> float:
+        """Seconds since the stream was last seen to have come any further."""
+        if _is_done(self.last):
+            self._is_idle = True
+        while self._marks and _is_done(self._marks[0]):
+            check("cuEventDestroy", cu.cuEventDestroy(self._marks.popleft()))
+            self._progress = time.monotonic()
+        return 0.0 if self._is_idle else time.monotonic() - self._progress
+
+    def close(self) -> None:
+        """Give the events back."""
+        for event in (self.last, *self._marks):
+            check("cuEventDestroy", cu.cuEventDestroy(event))
+
+
+def _new_event() -> Any:
+    flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
+    return check("cuEventCreate", cu.cuEventCreate(flags))
+
+
+def _is_done(event: Any) -> bool:
+    (code,) = cu.cuEventQuery(event)
+    if code == cu.CUresult.CUDA_ERROR_NOT_READY:
+        return False
+    check("cuEventQuery", (code,))
+    return True
