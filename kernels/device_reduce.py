@@ -21,7 +21,6 @@ _MASK_32 = 0xFFFF_FFFF
 _NOT_SIGN = 0x7FFF_FFFF
 _INFINITY = 0x7F80_0000
 _BF16_NAN = 0x7FC0
-_I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
 _F32 = ir.FloatType()
 

@@ -45,11 +45,6 @@ class FusedPlace:
     timeout_ns: int
     device: int
 
-    @property
-    def capacity_nbytes(self) -> int:
-        """The most that a rank can stage in one launch."""
-        return self.region_nbytes // 2
-
 
 def fused_gather(place: FusedPlace, target: int, source: int, nbytes: int, stream: int) -> None:
     """Gather ``nbytes`` of every rank, one after another; the input may lie at its place."""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-
 import pytest
-import torch
 
-from kernel_cases import device_words, prepared_gpu, stream
+from kernel_cases import prepared_gpu
 from tpspan import kernels
 from tpspan.errors import DriverError
 
@@ -50,18 +46,3 @@ def gpu() -> int:
 def test_a_refused_launch_says_which_kernel(gpu: int) -> None:
     with pytest.raises(DriverError, match=r"cuLaunchKernel.*kernel='post'.*num_blocks=0"):
         kernels.kernel("post", gpu)(0, 0, 1, 0, 0)
-
-
-@pytest.mark.cuda
-def test_host_time_of_a_launch(gpu: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Printed, not asserted: the figure belongs to the machine."""
-    counter, sent = device_words(0), device_words(0)
-    addresses, queue = (counter.data_ptr(), sent.data_ptr()), stream()
-    times = []
-    for _ in range(2000):
-        start = time.perf_counter_ns()
-        kernels.post(*addresses, device=gpu, stream=queue)
-        times.append(time.perf_counter_ns() - start)
-    torch.cuda.synchronize()
-    with capsys.disabled():
-        print(f"\na launch takes {statistics.median(times) / 1e3:.2f} us of host time")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tpspan.launch.world import World
-from tpspan.memory import BlockPool
 from tpspan.spans import Signals, Span
+from tpspan.spans.allocation import pool_of
 
 
 def pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
@@ -70,7 +70,7 @@ def trim(world: World) -> None:
     """The state between two calls: what is made once is there, and the pool keeps no blocks."""
     gc.collect()
     Signals.of(world)
-    world.resource("pool", lambda world: BlockPool(world.driver)).trim()
+    world.resource("pool", pool_of).trim()
 
 
 @contextmanager

@@ -156,9 +156,6 @@ class DomainsGroup:
 
         return finish
 
-    def close(self) -> None:
-        """Nothing of its own: the worlds close what they own."""
-
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)

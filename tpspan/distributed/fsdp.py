@@ -82,9 +82,9 @@ class SpanAllGather(_Comm, AllGather):  # type: ignore[misc]
         """
         self._taken = None
         memory = self._memory(device)
-        if memory is None or not memory.serves(size, dtype, device):
-            return torch.empty(*size, dtype=dtype, device=device)
         numel = math.prod(int(each) for each in size)
+        if memory is None or not memory.serves(numel, device):
+            return torch.empty(*size, dtype=dtype, device=device)
         buffer = memory.gathers.take(numel * dtype.itemsize)
         self._taken = memory, buffer
         return buffer.tensor(numel, dtype).view(*size)
@@ -142,7 +142,7 @@ class SpanReduceScatter(_Comm, ReduceScatter):  # type: ignore[misc]
                 return torch.empty(*size, dtype=dtype, device=device)
             self._taken = None  # that call was never made
         found = self._memory(device)
-        if found is None or not found.serves(size, dtype, device):
+        if found is None or not found.serves(numel, device):
             return torch.empty(*size, dtype=dtype, device=device)
         buffer = found.reduces.take(numel * dtype.itemsize)
         self._taken = found, buffer, dtype

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,12 +63,10 @@ class FsdpMemory:
         world = None if found is None or found.size == 1 else found.span_world(device)
         return None if world is None else world.resource("fsdp", FsdpMemory)
 
-    def serves(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> bool:
+    def serves(self, numel: int, device: torch.device) -> bool:
         """Whether a buffer of this size can be one of the world's; the same on all ranks."""
-        if device.type != self.world.device.type:
-            return False
-        numel = math.prod(int(each) for each in size)
-        return numel > 0 and numel % self.world.world_size == 0
+        is_here = device.type == self.world.device.type
+        return is_here and numel > 0 and numel % self.world.world_size == 0
 
     def gather(self, buffer: Buffer, output: torch.Tensor, async_op: bool) -> Any:
         """The all-gather of what every rank has copied into its part: a meeting. Collective.

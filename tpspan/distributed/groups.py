@@ -91,6 +91,14 @@ class Group:
             world = self._world_of(device)
         return world if world is not None and len(world.domain) == self.size else None
 
+    def world(self, device: torch.device) -> World | None:
+        """The world of these ranks on a device, in however many domains; None if there is none.
+
+        Collective the first time.
+        """
+        with self._lock:
+            return self._world_of(device)
+
     def remember(self, output: torch.Tensor, call: InPlace) -> None:
         """Know a gather in place again when it is next made with the same tensors."""
         if len(self.in_place) >= _MOST_KNOWN:  # most of them of tensors that are gone

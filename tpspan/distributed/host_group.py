@@ -57,8 +57,6 @@ ONE_SHOT_NBYTES = 32 << 10
 LARGE_NBYTES = 8 << 20
 _LINE = 64
 
-_NO_WORDS = words(Operation.REFUSED)
-
 
 class HostGroup:
     """The collectives of one world on the host backend; tensors are contiguous and checked.
@@ -101,7 +99,7 @@ class HostGroup:
 
     def refuse(self) -> None:
         """Let the other ranks' call fail as well: this rank's arguments are wrong."""
-        self._steps.ask(_NO_WORDS)
+        self._steps.ask(words(Operation.REFUSED))
         self._steps.step()
 
     def barrier(self) -> None:

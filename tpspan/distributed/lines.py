@@ -61,11 +61,9 @@ class Line(Protocol):
 
     Attributes:
         buffers: what a meeting frees.
-        num_meetings: so far.
     """
 
     buffers: list[Buffer]
-    num_meetings: int
 
     def meet(self, request: tuple[int, ...]) -> None:
         """Hold the current stream, on the host the caller, until all ranks have come."""
@@ -82,14 +80,12 @@ class HostLine:
 
     def __init__(self, world: World) -> None:
         self.buffers: list[Buffer] = []
-        self.num_meetings = 0
         self._steps = Steps(world)
 
     def meet(self, request: tuple[int, ...]) -> None:
         idle = [buffer for buffer in self.buffers if buffer.is_idle]
         self._steps.ask(request)
         self._steps.step()
-        self.num_meetings += 1
         for buffer in idle:
             buffer.is_free = True
 
@@ -111,7 +107,6 @@ class CudaLine:
 
     def __init__(self, world: World, journal: Journal, buffers: list[Buffer]) -> None:
         self.buffers = buffers
-        self.num_meetings = 0
         self._device = world.device
         self._journal = journal
         self._signals = Signals.of(world)
@@ -124,7 +119,6 @@ class CudaLine:
         self.follow()
         self._last = torch.cuda.current_stream(self._device)
         self._signals.barrier(self._slot, self._last.cuda_stream)
-        self.num_meetings += 1
         for buffer in idle:
             buffer.is_free = True
 

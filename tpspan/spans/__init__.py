@@ -2,8 +2,8 @@
 
 From the bottom: ``layout`` is arithmetic; ``connections`` and ``exchange`` pass descriptors;
 ``pages``, ``host_ops``, ``stream_ops`` (with ``stream_words`` and ``stream_watch``), ``board`` and
-``signals`` are how ranks wait for and agree with each other; ``table``, ``allocation``, ``shards``, ``copying``, ``fence`` and ``tensors`` are
-the pieces of a ``span``.
+``signals`` are how ranks wait for and agree with each other; ``table``, ``allocation``, ``shards``,
+``copying``, ``fence`` and ``tensors`` are the pieces of a ``span``.
 """
 
 from tpspan.spans.board import Board

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from tpspan.memory import BlockPool
 from tpspan.spans import Layout, Span, balanced
+from tpspan.spans.allocation import pool_of
 from tpspan.tools.bench import values
 from tpspan.tools.bench.measuring import Bench
 
@@ -17,7 +17,7 @@ _STEPS = ("create", "exchange", "map", "total", "close")
 
 def measure(bench: Bench, nbytes: int) -> None:
     """Figures of a span of ``nbytes``, with new blocks and with blocks of the pool. Collective."""
-    pool = bench.world.resource("pool", lambda world: BlockPool(world.driver))
+    pool = bench.world.resource("pool", pool_of)
 
     def once() -> tuple[float, ...]:
         start = time.perf_counter()
@@ -50,7 +50,7 @@ def measure_large(bench: Bench, nbytes: int) -> None:
         reason = f"{shown(free_here)} are free, {shown(needed)} are needed"
         bench.leave_out(GROUP, f"{size}, total", "ms", reason)
         return
-    pool = world.resource("pool", lambda world: BlockPool(world.driver))
+    pool = world.resource("pool", pool_of)
 
     def once() -> tuple[float, ...]:
         pool.trim()

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tpspan.memory import BlockPool
 from tpspan.spans import Layout, Span
+from tpspan.spans.allocation import pool_of
 from tpspan.tools.bench.measuring import Bench, summarise
 
-BLOCKS = (1, 4, 16, 64, 256, 1000)
 _REPEATS = 3
 
 
@@ -76,7 +75,7 @@ def fit(xs: Sequence[float], ys: Sequence[float]) -> Fit:
     return Fit(fixed, each, 1 - residual / total if total else 1.0)
 
 
-def measure(bench: Bench, blocks: Sequence[int] = BLOCKS) -> Scaling:
+def measure(bench: Bench, blocks: Sequence[int]) -> Scaling:
     """Allocate on the first 1, 2, 4, ... ranks with ever more blocks. Collective."""
     world = bench.world
     sizes = sorted({*(1 << k for k in range(world.world_size.bit_length())), world.world_size})
@@ -116,7 +115,7 @@ def _point(bench: Bench, blocks_per_rank: int) -> Point:
     layout = Layout.striped(
         nbytes, world.world_size, stripe_nbytes=page_nbytes, page_nbytes=page_nbytes
     )
-    pool = world.resource("pool", lambda world: BlockPool(world.driver))
+    pool = world.resource("pool", pool_of)
 
     def once() -> tuple[float, float]:
         pool.trim()
