@@ -18,8 +18,8 @@ import torch
 from tpspan.distributed.domains import DomainsGroup
 from tpspan.distributed.groups import GatheringEngine, Group
 from tpspan.distributed.in_place import Engine, InPlace, place_in_span
-from tpspan.distributed.requests import check_reduction, reduction_of
-from tpspan.distributed.tensors import alike, readable, writable
+from tpspan.distributed.requests import Reduction, check_reduction, reduction_of
+from tpspan.distributed.tensors import alike, bring_back, readable, writable
 
 WRONG_SIZE = "output tensor size must be equal to world_size times input tensor size"
 WRONG_DTYPE = "output tensor must have the same type as input tensor"
@@ -61,8 +61,7 @@ def all_gather_single(
 
     def call() -> None:
         engine.all_gather(target, source)
-        if target is not output:
-            output.copy_(target.view_as(output))
+        bring_back(output, target)
 
     return engine.run(call, [output], async_op, source, target)
 
@@ -97,8 +96,7 @@ def all_gather(
     def call() -> None:
         engine.all_gather_list(targets, source)
         for output, target in zip(outputs, targets, strict=True):
-            if target is not output:
-                output.copy_(target.view_as(output))
+            bring_back(output, target)
 
     return engine.run(call, list(outputs), async_op, source, *targets)
 
@@ -114,8 +112,7 @@ def broadcast(group: Group, tensor: torch.Tensor, root: int, async_op: bool) -> 
 
     def call() -> None:
         engine.broadcast(target, root)
-        if target is not tensor:
-            tensor.detach().copy_(target)
+        bring_back(tensor, target)
 
     return engine.run(call, [tensor], async_op, target)
 
@@ -130,16 +127,12 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: object, async_op: bool) -
     engine = None if reduction is None else _engine(group, tensor)
     if engine is None or reduction is None:
         return NotImplemented
-    try:
-        check_reduction("all_reduce", reduction, tensor.dtype)
-    except (ValueError, TypeError) as error:
-        raise _refused(engine, error) from None
+    _check_reduction(engine, "all_reduce", reduction, tensor.dtype)
     target = readable(tensor)
 
     def call() -> None:
         engine.all_reduce(target, reduction)
-        if target is not tensor:
-            tensor.detach().copy_(target)
+        bring_back(tensor, target)
 
     return engine.run(call, [tensor], async_op, target)
 
@@ -167,16 +160,12 @@ def reduce_scatter_single(
         raise _refused(engine, ValueError(text))
     if output.device != whole.device:
         raise _refused(engine, ValueError(_devices(output, whole)))
-    try:
-        check_reduction("reduce_scatter", reduction, output.dtype)
-    except (ValueError, TypeError) as error:
-        raise _refused(engine, error) from None
+    _check_reduction(engine, "reduce_scatter", reduction, output.dtype)
     source, target = readable(whole), writable(output)
 
     def call() -> None:
         engine.reduce_scatter(target, source, reduction)
-        if target is not output:
-            output.copy_(target.view_as(output))
+        bring_back(output, target)
 
     return engine.run(call, [output], async_op, source, target)
 
@@ -214,12 +203,9 @@ def reduce_scatter(
 
     def call() -> None:
         engine.reduce_scatter(padded, whole, reduction)
-        output.detach().copy_(padded[: output.numel()].view_as(output))
+        bring_back(output, padded[: output.numel()])
 
-    try:
-        check_reduction("reduce_scatter", reduction, output.dtype)
-    except (ValueError, TypeError) as error:
-        raise _refused(engine, error) from None
+    _check_reduction(engine, "reduce_scatter", reduction, output.dtype)
     return engine.run(call, [output], async_op, whole, padded)
 
 
@@ -258,6 +244,15 @@ def _gathering_engine(group: Group, *tensors: torch.Tensor) -> GatheringEngine |
             "torch.cuda.set_device before the group's first call"
         )
     return engine
+
+
+def _check_reduction(
+    engine: GatheringEngine, operation: str, reduction: Reduction, dtype: torch.dtype
+) -> None:
+    try:
+        check_reduction(operation, reduction, dtype)
+    except (ValueError, TypeError) as error:
+        raise _refused(engine, error) from None
 
 
 def _refused(engine: GatheringEngine, error: Exception) -> Exception:

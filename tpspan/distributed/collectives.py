@@ -16,18 +16,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as torch_distributed
 from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
 from tpspan.distributed import calls, counts
 from tpspan.distributed.groups import Group, group_rank, resolve
+from tpspan.distributed.renamed import torch_function
 from tpspan.errors import LaunchError
-
-_NEWER = {
-    "all_gather_into_tensor": "all_gather_single",
-    "reduce_scatter_tensor": "reduce_scatter_single",
-}
 
 
 def all_gather_into_tensor(
@@ -53,15 +48,8 @@ def all_gather_into_tensor(
     """
     c10d._check_single_tensor(input_tensor, "input_tensor")
     c10d._check_single_tensor(output_tensor, "output_tensor")
-    found = resolve(group)
-    if found is None:
-        return _not_in_group("all_gather_into_tensor")
-    work = calls.all_gather_single(found, output_tensor, input_tensor, async_op)
-    if work is NotImplemented:
-        return _delegate("all_gather_into_tensor", found)(
-            output_tensor, input_tensor, async_op=async_op
-        )
-    return work
+    name, ours = "all_gather_into_tensor", calls.all_gather_single
+    return _call(name, group, ours, output_tensor, input_tensor, async_op=async_op)
 
 
 all_gather_single = all_gather_into_tensor
@@ -80,17 +68,16 @@ def all_gather(
     c10d._check_tensor_list(tensor_list, "tensor_list")
     c10d._check_single_tensor(tensor, "tensor")
     c10d._ensure_all_tensors_same_dtype(tensor_list, tensor)
-    found = resolve(group)
-    if found is None:
-        return _not_in_group("all_gather")
-    work = calls.all_gather(found, tensor_list, tensor, async_op)
-    if work is NotImplemented:
-        return _delegate("all_gather", found)(tensor_list, tensor, async_op=async_op)
-    return work
+    return _call("all_gather", group, calls.all_gather, tensor_list, tensor, async_op=async_op)
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    """Gather objects that pickle into a list. Collective."""
+    """Gather objects that pickle into a list. Collective.
+
+    Raises:
+        CollectiveMismatch, PeerError: as ``all_gather_into_tensor``.
+        LaunchError: there is no group.
+    """
     found = resolve(group)
     if found is None:
         return _not_in_group("all_gather_object")
@@ -118,13 +105,8 @@ def reduce_scatter_tensor(
     """
     c10d._check_single_tensor(output, "output")
     c10d._check_single_tensor(input, "input")
-    found = resolve(group)
-    if found is None:
-        return _not_in_group("reduce_scatter_tensor")
-    work = calls.reduce_scatter_single(found, output, input, op, async_op)
-    if work is NotImplemented:
-        return _delegate("reduce_scatter_tensor", found)(output, input, op, async_op=async_op)
-    return work
+    name, ours = "reduce_scatter_tensor", calls.reduce_scatter_single
+    return _call(name, group, ours, output, input, op, async_op=async_op)
 
 
 reduce_scatter_single = reduce_scatter_tensor
@@ -144,13 +126,8 @@ def reduce_scatter(
     c10d._check_single_tensor(output, "output")
     c10d._check_tensor_list(input_list, "input_list")
     c10d._ensure_all_tensors_same_dtype(output, input_list)
-    found = resolve(group)
-    if found is None:
-        return _not_in_group("reduce_scatter")
-    work = calls.reduce_scatter(found, output, input_list, op, async_op)
-    if work is NotImplemented:
-        return _delegate("reduce_scatter", found)(output, input_list, op, async_op=async_op)
-    return work
+    name, ours = "reduce_scatter", calls.reduce_scatter
+    return _call(name, group, ours, output, input_list, op, async_op=async_op)
 
 
 def all_reduce(
@@ -163,13 +140,7 @@ def all_reduce(
     Returns and raises as ``all_gather_into_tensor``.
     """
     c10d._check_single_tensor(tensor, "tensor")
-    found = resolve(group)
-    if found is None:
-        return _not_in_group("all_reduce")
-    work = calls.all_reduce(found, tensor, op, async_op)
-    if work is NotImplemented:
-        return _delegate("all_reduce", found)(tensor, op, async_op=async_op)
-    return work
+    return _call("all_reduce", group, calls.all_reduce, tensor, op, async_op=async_op)
 
 
 def broadcast(
@@ -185,7 +156,7 @@ def broadcast(
         src: the rank in torch's default group, as torch has it; in a ``World`` its rank there.
         group_src: the rank in the group, instead of ``src``.
 
-    Returns and raises as ``all_gather_into_tensor``.
+    Returns and raises as ``all_gather_into_tensor``; ValueError if there is no such rank.
     """
     c10d._check_single_tensor(tensor, "tensor")
     found = resolve(group)
@@ -208,6 +179,10 @@ def barrier(
 
     Args:
         device_ids, timeout: accepted as torch does; the group's own device and deadline count.
+
+    Raises:
+        CollectiveMismatch, PeerError: as ``all_gather_into_tensor``.
+        LaunchError: there is no group.
     """
     found = resolve(group)
     if found is None:
@@ -218,10 +193,20 @@ def barrier(
     return work
 
 
-def _not_in_group(operation: str) -> None:
-    warnings.warn(
-        f"Running {operation} on a rank which does not belong to the given group.", stacklevel=3
-    )
+def _call(operation: str, group: Any, ours: Callable[..., Any], *given: Any, async_op: bool) -> Any:
+    """The call over spans, or torch's own of this name where spans do not serve."""
+    found = resolve(group)
+    if found is None:
+        return _not_in_group(operation, stacklevel=4)
+    work = ours(found, *given, async_op)
+    if work is NotImplemented:
+        return _delegate(operation, found)(*given, async_op=async_op)
+    return work
+
+
+def _not_in_group(operation: str, stacklevel: int = 3) -> None:
+    what = f"Running {operation} on a rank which does not belong to the given group."
+    warnings.warn(what, stacklevel=stacklevel)
 
 
 def _delegate(operation: str, group: Group) -> Callable[..., Any]:
@@ -236,8 +221,7 @@ def _delegate(operation: str, group: Group) -> Callable[..., Any]:
     # A group of spans counts what it hands on itself; objects travel over its own gathers.
     if operation == "all_gather_object" or getattr(target, "span_group", None) is None:
         counts.count_delegated(operation)
-    newer = _NEWER.get(operation, operation)
-    function = getattr(torch_distributed, newer, None) or getattr(torch_distributed, operation)
+    function = torch_function(operation)
 
     def call(*arguments: Any, **options: Any) -> Any:
         return function(*arguments, group=target, **options)

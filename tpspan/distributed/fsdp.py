@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as torch_distributed
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from tpspan.distributed import counts
 from tpspan.distributed.fsdp_memory import FsdpMemory
 from tpspan.distributed.lines import Buffer
+from tpspan.distributed.renamed import torch_function
 from tpspan.distributed.requests import Reduction, reduction_of
 from tpspan.launch.world import World
 
@@ -106,7 +106,7 @@ class SpanAllGather(_Comm, AllGather):  # type: ignore[misc]
         taken, self._taken = self._taken, None
         if taken is None or taken[0].gathers.find(output_tensor) is not taken[1]:
             counts.count_delegated("all_gather_into_tensor")
-            return _theirs("all_gather_single", "all_gather_into_tensor")(
+            return torch_function("all_gather_into_tensor")(
                 output_tensor, input_tensor, group=group, async_op=async_op
             )
         memory, buffer = taken
@@ -168,7 +168,7 @@ class SpanReduceScatter(_Comm, ReduceScatter):  # type: ignore[misc]
         is_ours = taken is not None and taken[0].reduces.find(input_tensor) is taken[1]
         if taken is None or not is_ours or reduction is None or async_op:
             counts.count_delegated("reduce_scatter_tensor")
-            return _theirs("reduce_scatter_single", "reduce_scatter_tensor")(
+            return torch_function("reduce_scatter_tensor")(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )
         memory, buffer, _ = taken
@@ -195,9 +195,3 @@ def _factor(op: Any) -> Any:
     if op != ReduceOp.PREMUL_SUM:
         return None
     return op.__getstate__()[1]
-
-
-def _theirs(newer: str, older: str) -> Callable[..., Any]:
-    """torch's own function, which has had two names."""
-    found: Callable[..., Any] | None = getattr(torch_distributed, newer, None)
-    return found or getattr(torch_distributed, older)  # type: ignore[no-any-return]

@@ -25,3 +25,9 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def bring_back(output: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a result to where the caller wants it, unless it was made there."""
+    if target is not output:
+        output.detach().copy_(target.view_as(output))

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from tpspan.spans import Span
-from tpspan.tools.bench import values
+from tpspan.tools.bench import torch_peers, values
 from tpspan.tools.bench.allocating import shown
 from tpspan.tools.bench.measuring import Bench, Figure
 from tpspan.tools.bench.reading import summing
 
 GROUP = "gather"
 _SALT = 11
-_SHARED = "n/a: ranks share a GPU, which NCCL refuses"
 
 
 def measure(bench: Bench, nbytes: int) -> None:
@@ -66,14 +64,12 @@ def _measure(bench: Bench, span: Span, out: torch.Tensor) -> None:
     backend = "nccl" if bench.is_cuda else "gloo"
     their = f"{size}, {backend} all_gather_into_tensor"
     if bench.is_cuda and any(bench.board.all_gather(world.shares_device)):
-        bench.leave_out(GROUP, their, "us", _SHARED)
+        bench.leave_out(GROUP, their, "us", torch_peers.SHARED)
         return
     shard = span.local.clone()
-    # torch 2.13 gave it another name and warns of the old one.
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
     def all_gather() -> None:
-        gather(out, shard)
+        torch_peers.all_gather(out, shard)
 
     out.zero_()
     all_gather()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
+from tpspan.distributed.renamed import torch_function
 from tpspan.tools.bench.measuring import Bench
 from tpspan.tools.bench.sweep import Contender
 
@@ -22,9 +23,8 @@ MULTICAST_OFF = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 SHARED = "n/a: ranks share a GPU, which NCCL refuses"
-# torch 2.13 gave them other names and warns of the old ones.
-all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather: Any = torch_function("all_gather_into_tensor")
+reduce_scatter: Any = torch_function("reduce_scatter_tensor")
 
 _symmetric: Any = _symmetric_memory
 
