@@ -13,11 +13,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
-from tpspan.errors import PeerError
+from tpspan.errors import ClosedError, PeerError
 from tpspan.launch import failure
 from tpspan.launch.control import Tag
 
@@ -29,8 +27,27 @@ LAST_WORDS_S = 2.5
 T = TypeVar("T")
 
 
+class Keys(Protocol):
+    """What a channel needs of a torch store; calls raise ``RuntimeError`` if the server is gone."""
+
+    def set(self, key: str, value: Any, /) -> None:
+        """Put a value under a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Wait for a key, and return its value."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Say whether all keys are there."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a number, and return the sum."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Take a key away."""
+
+
 class StoreChannel:
-    """A ``Channel`` over a torch store.
+    """A ``Channel`` over a torch store, which it lets go of when it closes.
 
     Args:
         store: any torch store that can check and delete keys.
@@ -43,7 +60,7 @@ class StoreChannel:
 
     def __init__(
         self,
-        store: Store,
+        store: Keys,
         prefix: str,
         rank: int,
         world_size: int,
@@ -51,7 +68,7 @@ class StoreChannel:
         serves: bool,
         end_job: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store = store
+        self._kept: Keys | None = store
         self._prefix = prefix
         self._serves = serves
         self._end_job = end_job
@@ -97,15 +114,15 @@ class StoreChannel:
         return bool(self._call(self._store.check, [f"{self._prefix}/left/{peer}"]))
 
     def abort(self, message: str, *, secondary: bool = False) -> NoReturn:
-        key = f"{self._prefix}/abort"
-        try:
-            if self._store.check([key]):
-                # Another rank has said what happened; the watcher of this one is about to end it.
-                time.sleep(LAST_WORDS_S)
-                os._exit(1)
-            self._store.set(key, str(self.rank))
-        except RuntimeError:
-            pass
+        key, store = f"{self._prefix}/abort", self._kept
+        with contextlib.suppress(RuntimeError):
+            if store is not None:
+                if store.check([key]):
+                    # Another rank has said what happened; the watcher of this one is about to end
+                    # it.
+                    time.sleep(LAST_WORDS_S)
+                    os._exit(1)
+                store.set(key, str(self.rank))
         failure.report(message, self.rank, self.world_size, secondary=secondary)
         self._give_others_time()
         if self.world_size > 1:
@@ -117,31 +134,46 @@ class StoreChannel:
             return
         self._closed.set()
         self._watcher.join(LAST_WORDS_S)
+        all_left = False
         with contextlib.suppress(RuntimeError):
-            self._leave(linger_s)
+            all_left = self._leave(self._store, linger_s)
+        # A store that is served here ends with its last holder. Ranks that are still there learn
+        # from it why this one left: for them it stays with the channel.
+        if all_left or not self._serves:
+            self._kept = None
 
-    def _leave(self, linger_s: float) -> None:
+    @property
+    def _store(self) -> Keys:
+        if self._kept is None:
+            raise ClosedError("the control plane is closed")
+        return self._kept
+
+    def _leave(self, store: Keys, linger_s: float) -> bool:
+        """Say that this rank leaves; returns whether all have, as far as it knows."""
         left = f"{self._prefix}/left"
-        self._store.set(f"{left}/{self.rank}", b"")  # type: ignore[arg-type]
+        store.set(f"{left}/{self.rank}", b"")
         everyone = [f"{left}/{rank}" for rank in range(self.world_size)]
-        if self._store.add(f"{left}/count", 1) == self.world_size:
+        if store.add(f"{left}/count", 1) == self.world_size:
             if not self._serves:
                 for key in (*everyone, f"{left}/count"):
-                    self._store.delete_key(key)
-        elif self._serves:
-            deadline_s = time.monotonic() + linger_s
-            while not self._store.check(everyone) and time.monotonic() < deadline_s:
-                time.sleep(0.01)
+                    store.delete_key(key)
+            return True
+        if not self._serves:
+            return False
+        deadline_s = time.monotonic() + linger_s
+        while not (all_left := store.check(everyone)) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return all_left
 
     def _watch(self) -> None:
-        key = f"{self._prefix}/abort"
+        key, store = f"{self._prefix}/abort", self._store
         while not self._closed.wait(WATCH_INTERVAL_S):
             try:
-                aborted = self._store.check([key])
+                aborted = store.check([key])
             except RuntimeError:
                 # The server is gone: whoever needs it next gets a PeerError.
                 return
-            if aborted and self._store.get(key) != str(self.rank).encode():
+            if aborted and store.get(key) != str(self.rank).encode():
                 self._give_others_time()
                 os._exit(1)
 

@@ -32,6 +32,10 @@ class Closable(Protocol):
 R = TypeVar("R", bound=Closable)
 
 
+def _nothing() -> None:
+    """What a world does at its end that has nothing to end."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """What does not change over the life of a world."""
@@ -49,6 +53,7 @@ class World:
 
     Attributes:
         rank, world_size: this process, and how many there are.
+        job_ranks: what each of these ranks is called in the whole job.
         local_rank, local_world_size: the same among the ranks of this host.
         backend: ``cuda`` or ``host``.
         device: the device that this rank uses.
@@ -70,11 +75,11 @@ class World:
         members: Sequence[Member],
         driver: Driver,
         facts: Facts,
-        on_close: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = _nothing,
     ) -> None:
         self._channel = channel
         self._control = control
-        self._ranks = tuple(ranks)
+        self._ranks = self.job_ranks = tuple(ranks)
         self._members = tuple(members)
         self._resources: dict[str, Closable] = {}
         self._subsets: list[World] = []
@@ -153,7 +158,8 @@ class World:
         )
         control = StarControl(self._channel, inner, context, self.timeout_s)
         made = World(self._channel, control, inner, members, self.driver, facts)
-        self._subsets.append(made)
+        with self._lock:
+            self._subsets = [*(one for one in self._subsets if not one.is_closed), made]
         return made
 
     def resource(self, key: str, factory: Callable[[World], R]) -> R:
@@ -184,6 +190,8 @@ class World:
 
         The other ranks need not call. This rank waits until what it sent has gone, and one that
         serves the store until the others have left: at most 5 s, and not after a failed call.
+        Afterwards the world holds nothing of what it owned, so that all of that, and the store, are
+        gone when this returns and not at some later run of the garbage collector.
 
         Raises:
             Exception: the first failure of a resource's ``close``, after all were tried.
@@ -193,7 +201,10 @@ class World:
                 return
             self._closed = True
         owned: list[Closable] = [*self._resources.values(), *self._subsets]
-        close_each([*(one.close for one in reversed(owned)), self._on_close])
+        on_close, self._on_close = self._on_close, _nothing
+        # Most resources know their world: while it knew them, only the collector could end them.
+        self._resources, self._subsets = {}, []
+        close_each([*(one.close for one in reversed(owned)), on_close])
 
     def __enter__(self) -> World:
         self._check_open()

@@ -21,6 +21,7 @@ _EFFECTS = {
     "map": (0, 1, 0),
     "unmap": (0, -1, 0),
     "protect": (0, 0, 0),
+    "exchange": (0, 0, 0),
     "export_fd": (0, 0, 0),
 }
 

@@ -109,6 +109,18 @@ def test_what_people_read() -> None:
         ([], "WHAT"),
         (["span", "--ranks", "0"], "not a positive number"),
         (["span", "--json", "/nowhere/at/all.json"], "cannot be written"),
+        *(
+            ([which, *option], message)
+            for which in ("span", "gather", "all-reduce", "gather-matmul", "fsdp", "pipeline")
+            for option, message in (
+                (["--json", "/proc/figures.json"], "cannot be written"),
+                (["--json", "/dev/null"], "cannot be written"),
+                (["--plot", "/proc/plot.png"], "cannot be written"),
+                (["--plot", "plot.qqq"], "does not end in one of .png"),
+                (["--plot", "plot"], "does not end in one of .png"),
+            )
+        ),
+        (["gather-matmul", "--profile", "profile.txt"], "does not end in one of .png"),
         (["span", "--scaling", "--blocks", "4,4"], "two different numbers"),
         (["span", "--launcher", "srun"], "invalid choice"),
     ],

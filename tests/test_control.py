@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +15,13 @@ from typing import Any, NoReturn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
 from tpspan.launch import control as control_module
 from tpspan.launch.control import Control, StarControl, Tag
 from tpspan.launch.hosts import Member
+from tpspan.launch.store import StoreChannel
 from tpspan.launch.world import Facts, World
 from tpspan.memory.host import HostDriver
 
@@ -348,6 +352,56 @@ def test_resources_are_made_once_and_closed_in_reverse() -> None:
             call()
     with pytest.raises(ClosedError):
         world.subset([0])
+
+
+def test_a_closed_world_holds_nothing() -> None:
+    """What a world owned ends with it, though it knows its world: nothing is left to collect."""
+
+    class Thing:
+        def __init__(self, world: World) -> None:
+            self.world = world
+
+        def close(self) -> None:
+            pass
+
+    gc.disable()
+    try:
+        world = world_of(StarControl(MemoryChannel(Post(), 0, 1), [0], "world", 1.0))
+        things = [weakref.ref(world.resource("a", Thing))]
+        for _ in range(3):
+            subset = world.subset([0])
+            things.append(weakref.ref(subset.resource("b", Thing)))
+            subset.close()
+        assert len(world._subsets) == 1, "closed ones are forgotten"
+        world.close()
+        assert [thing() for thing in things] == [None] * 4
+        known = weakref.ref(world)
+        del world, subset
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_a_closed_channel_lets_go_of_its_store(serves: bool) -> None:
+    """Unless it serves it, and others are still there who learn from it that this rank left."""
+    stores = [HashStore(), HashStore()]
+    known = [weakref.ref(store) for store in stores]
+    alone = StoreChannel(stores[0], "alone", 0, 1, serves=serves)
+    of_two = StoreChannel(stores[1], "of two", 0, 2, serves=serves)
+    alone.close()
+    of_two.close(linger_s=0.0)
+    del stores
+    assert known[0]() is None
+    assert (known[1]() is None) != serves
+    for call in (
+        lambda: alone.send(0, Tag("x", 1), b""),
+        lambda: alone.poll(0, Tag("x", 1)),
+        lambda: alone.has_left(0),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+    alone.close()
 
 
 def test_closing_raises_the_first_failure() -> None:

@@ -41,6 +41,24 @@ def test_functions_take_groups_of_torch(ranks: Ranks) -> None:
     ranks.run("bodies.process_groups:functions_over_torch_groups", leaks=False)
 
 
+@pytest.mark.ranks(2, launchers=("mpirun",), backends=("host",))
+def test_destroyed_groups_are_given_back(ranks: Ranks) -> None:
+    ranks.run("bodies.process_groups:destroyed", leaks=False)
+
+
+@pytest.mark.ranks(2, 3, launchers=("mpirun",), backends=("host",))
+@pytest.mark.parametrize("backend", ["tpspan", "gloo"])
+def test_a_destroyed_group_is_gone_at_once(ranks: Ranks, backend: str) -> None:
+    """Invariant 10: nothing is left to the garbage collector."""
+    ranks.run("bodies.process_groups:gone_at_once", backend=backend, leaks=False)
+
+
+@pytest.mark.ranks(2, launchers=("mpirun",))
+@pytest.mark.parametrize("backend", ["tpspan", "gloo"])
+def test_compiled_programs(ranks: Ranks, backend: str) -> None:
+    ranks.run("bodies.process_groups:compiled", backend=backend, leaks=False)
+
+
 @pytest.mark.ranks(2, 3, launchers=("mpirun",))
 def test_gloo_by_way_of_host_memory(ranks: Ranks) -> None:
     ranks.run("bodies.process_groups:through_host_memory", leaks=False)

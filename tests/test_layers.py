@@ -35,7 +35,10 @@ POLICY = (
     "tpspan/spans/layout.py",
     "tpspan/parallel/chunks.py",
     "tpspan/parallel/order.py",
+    "tpspan/parallel/pipeline_cut.py",
+    "tpspan/parallel/pipeline_order.py",
     "tpspan/parallel/policy.py",
+    "tpspan/parallel/ring.py",
 )
 POLICY_FORBIDDEN = {"torch", "numba", "cuda", "ctypes", "mpi4py"}
 

@@ -143,6 +143,41 @@ def test_addresses_are_freed_whole_and_empty(make_driver: MakeDriver) -> None:
 
 
 @ON_EACH_DRIVER
+def test_mappings_trade_their_memory_where_that_is_quick(make_driver: MakeDriver) -> None:
+    """Invariant 1: whole mappings of one size, and each block stays at one place."""
+    driver = make_driver()
+    base = driver.reserve(5 * PAGE)
+    first, second, other = base, base + 2 * PAGE, base + 4 * PAGE
+    handles = [driver.create(2 * PAGE), driver.create(2 * PAGE), driver.create(PAGE)]
+    for address, handle in zip((first, second, other), handles, strict=True):
+        nbytes = PAGE if address == other else 2 * PAGE
+        driver.map(address, nbytes, handle)
+        driver.protect(address, nbytes, Right.READ_WRITE)
+    if driver.name == "cuda":
+        assert not driver.exchange(first, second, 2 * PAGE)
+    else:
+        for address, value in ((first, 1), (second, 2), (other, 3)):
+            ctypes.memset(address, value, PAGE)
+        driver.protect(second, 2 * PAGE, Right.READ)
+        descriptors = len(list(open_descriptors()))
+        for turn in range(1, 4):
+            assert driver.exchange(first, second, 2 * PAGE)
+            seen = [ctypes.string_at(each + PAGE - 1, 1)[0] for each in (first, second, other)]
+            assert seen == ([2, 1, 3] if turn % 2 else [1, 2, 3])
+            assert is_writable(second if turn % 2 else first), "the right goes along"
+            assert not is_writable(first if turn % 2 else second)
+            ctypes.memset(second if turn % 2 else first, 1, PAGE)
+        assert len(list(open_descriptors())) == descriptors
+        for wrong in [(first, other, 2 * PAGE), (first, first, 2 * PAGE), (first, second, PAGE)]:
+            refusal(driver.exchange, *wrong)
+    for address, handle in zip((first, second, other), handles, strict=True):
+        driver.unmap(address, PAGE if address == other else 2 * PAGE)
+        assert not is_readable(address)
+        driver.release(handle)
+    driver.free(base, 5 * PAGE)
+
+
+@ON_EACH_DRIVER
 def test_a_foreign_descriptor_is_refused(make_driver: MakeDriver) -> None:
     driver = make_driver()
     file = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)

@@ -391,6 +391,11 @@ def test_ranks_train_what_they_own(ranks: Ranks, read: str) -> None:
     ranks.run("bodies.staging:trains_owned_pieces", read=read)
 
 
+@PAIR
+def test_sparse_gradients_are_refused(ranks: Ranks) -> None:
+    ranks.run("bodies.staging:sparse_gradients_are_refused")
+
+
 # ---------------------------------------------------------------- streams
 
 

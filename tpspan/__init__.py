@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     from tpspan.launch.start import init, world
     from tpspan.launch.world import World
     from tpspan.memory.driver import Right
+    from tpspan.parallel.handoff import Handoff
     from tpspan.parallel.linear import GatheredLinear
     from tpspan.parallel.loading import load_weights
     from tpspan.parallel.owned import owned_parameters
     from tpspan.parallel.parameters import share_parameters
+    from tpspan.parallel.pipeline import SpanPipelineStage, fit_rings
     from tpspan.parallel.prefetch import read_policy
+    from tpspan.parallel.split import split, tied_parameters
     from tpspan.spans.layout import Layout
     from tpspan.spans.span import Span
 
@@ -58,10 +61,15 @@ _HOME = {
     "World": "launch.world",
     "Right": "memory.driver",
     "GatheredLinear": "parallel.linear",
+    "Handoff": "parallel.handoff",
     "load_weights": "parallel.loading",
     "owned_parameters": "parallel.owned",
+    "SpanPipelineStage": "parallel.pipeline",
+    "fit_rings": "parallel.pipeline",
     "read_policy": "parallel.prefetch",
     "share_parameters": "parallel.parameters",
+    "split": "parallel.split",
+    "tied_parameters": "parallel.split",
     "Layout": "spans.layout",
     "Span": "spans.span",
 }
@@ -73,6 +81,7 @@ __all__ = [
     "CollectiveMismatch",
     "DriverError",
     "GatheredLinear",
+    "Handoff",
     "InUseError",
     "Layout",
     "LaunchError",
@@ -81,14 +90,18 @@ __all__ = [
     "Right",
     "Span",
     "SpanAllGather",
+    "SpanPipelineStage",
     "SpanReduceScatter",
     "TpspanError",
     "World",
+    "fit_rings",
     "init",
     "load_weights",
     "owned_parameters",
     "read_policy",
     "share_parameters",
+    "split",
+    "tied_parameters",
     "use_spans",
     "world",
 ]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 import tpspan
 from bodies.process_groups import process_group, store_world
 from tpspan.distributed import groups
+from tpspan.distributed.fsdp_model import _parameter_groups
 from tpspan.launch.world import World
 from tpspan.tools.bench.transformer import Transformer, next_token_loss
 
@@ -287,13 +288,35 @@ def refusals(world: World) -> None:
         message = raised(ValueError, lambda: tpspan.use_spans(model, alone))
         assert f"sharded over {world.world_size} ranks" in message
         used = tpspan.use_spans(model)
+        before = used.stats()
+        again = raised(ValueError, lambda: tpspan.use_spans(model))
+        assert f"uses spans already, by <SpansInUse by a {type(model).__name__}>" in again
+        inner = raised(ValueError, lambda: tpspan.use_spans(model.blocks[0]))
+        assert "uses spans already" in inner
+        assert used.stats() == before
         handle = model.blocks[0].unshard(async_op=True)
         assert "in use" in raised(tpspan.InUseError, used.close)
         handle.wait()
         losses = train(model, recipe, world.device)
         used.close()
         assert losses
+        with tpspan.use_spans(model) as used:
+            assert train(model, recipe, world.device)
+        assert used.stats().num_buffers == 0
+        kept = [type(comm).__name__ for comm in communication(model)]
+        assert not any(name.startswith("Span") for name in kept), kept
     alone.close()
+
+
+def communication(model: nn.Module) -> list[object]:
+    """What the FSDP2 modules of a model gather with."""
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in _parameter_groups(module)
+    ]
+    return [group._all_gather_comm for group in groups]
 
 
 def not_one_domain(world: World) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
+import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as torch_distributed
 from torch import nn
@@ -33,7 +37,7 @@ import tpspan.distributed as dist
 from bodies.common import failure
 from tpspan.distributed import groups, through_host
 from tpspan.distributed import store_world as _store_world
-from tpspan.errors import CollectiveMismatch
+from tpspan.errors import ClosedError, CollectiveMismatch
 from tpspan.launch.hosts import Member
 from tpspan.launch.world import World
 
@@ -43,17 +47,23 @@ distributed_c10d: Any = _c10d
 LIMIT = timedelta(seconds=60)
 
 
+def store_of(world: World) -> tuple[Store, int]:
+    """A store for the ranks of a world, served by the first of them, and its port."""
+    served: Any = None
+    if world.rank == 0:
+        served = TCPStore(
+            "127.0.0.1", 0, world.world_size, is_master=True, timeout=LIMIT, wait_for_workers=False
+        )
+    port = world.control.broadcast(None if served is None else served.port)
+    if served is not None:
+        return served, port
+    return TCPStore("127.0.0.1", port, world.world_size, is_master=False, timeout=LIMIT), port
+
+
 @contextmanager
 def process_group(world: World, backend: str) -> Iterator[None]:
     """torch's default group over the ranks of a world."""
-    store: Store | None = None
-    if world.rank == 0:
-        store = TCPStore(
-            "127.0.0.1", 0, world.world_size, is_master=True, timeout=LIMIT, wait_for_workers=False
-        )
-    port = world.control.broadcast(store.port if isinstance(store, TCPStore) else None)
-    if store is None:
-        store = TCPStore("127.0.0.1", port, world.world_size, is_master=False, timeout=LIMIT)
+    store, _ = store_of(world)
     torch_distributed.init_process_group(
         backend,
         store=PrefixStore(backend, store),
@@ -249,7 +259,120 @@ def functions_over_torch_groups(world: World) -> None:
         sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (3,))
         dist.all_reduce(sparse, group=group)
         assert dist.stats().num_delegated == before + 1
+        for wrong in (3, [group]):
+            with pytest.raises(TypeError, match="group must be a World or a process group, not"):
+                dist.all_reduce(x, group=wrong)
         groups._of_process_group[group].close()  # type: ignore[index]
+        with pytest.raises(ClosedError, match="was destroyed"):
+            dist.all_reduce(torch.ones(3), group=group)
+
+
+@contextmanager
+def worlds_of_their_own() -> Iterator[None]:
+    """Groups do not find that the default world is one of their ranks."""
+    default_world = groups.Group._default_world
+    groups.Group._default_world = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        groups.Group._default_world = default_world  # type: ignore[method-assign]
+
+
+def destroyed(world: World) -> None:
+    """What was made for a group that torch destroys goes in the next call to whatever group."""
+    everyone = list(range(world.world_size))
+    x = torch.ones(1000)
+    held = []
+    with worlds_of_their_own(), process_group(world, "gloo"):
+        for _ in range(5):
+            group: Any = torch_distributed.new_group(everyone, backend="gloo")
+            dist.all_reduce(x, group=group)
+            held.append(holdings())
+            torch_distributed.destroy_process_group(group)
+            del group
+        assert held[1:] == held[1:2] * 4, held
+        kept: Any = torch_distributed.new_group(everyone, backend="gloo")
+        dist.all_reduce(x, group=kept)
+        torch_distributed.destroy_process_group(kept)
+        dist.all_reduce(x, group=torch_distributed.group.WORLD)
+        assert len(groups._with_worlds) == 1, "held on to, and closed all the same"
+        with pytest.raises(ClosedError, match="was destroyed"):
+            dist.all_reduce(x, group=kept)
+        other: Any = torch_distributed.new_group(everyone, backend="gloo")
+        torch_distributed.destroy_process_group(other)
+        with pytest.raises(ValueError, match="was destroyed"):
+            dist.all_reduce(x, group=other)
+        del kept, other
+    groups._close_destroyed()
+    assert not groups._with_worlds
+
+
+def holdings() -> tuple[int, int, int]:
+    """Descriptors, mapped memory files and threads of this process."""
+    maps = Path("/proc/self/maps").read_text().count("/memfd:")
+    return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
+
+
+def gone_at_once(world: World, backend: str) -> None:
+    """A destroyed group is gone without a garbage collection, and its store serves no more."""
+    gc.collect()
+    gc.disable()
+    try:
+        with worlds_of_their_own():
+            for _ in range(2):
+                make_and_destroy(world, backend)
+    finally:
+        gc.enable()
+
+
+def make_and_destroy(world: World, backend: str) -> None:
+    store, port = store_of(world)
+    torch_distributed.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.world_size, timeout=LIMIT
+    )
+    group: Any = torch_distributed.group.WORLD
+    dist.all_reduce(torch.ones(3, device=world.device), group=group)
+    ours = getattr(group, "span_group", None) or groups._of_process_group[group]
+    (own,) = ours._own_worlds
+    parts = [own, own._channel, *own._resources.values(), *ours._engines.values()]
+    known = [(type(part).__name__, weakref.ref(part)) for part in parts]
+    assert {"World", "StoreChannel", "Board", "Exchange"} <= {name for name, _ in known}
+    del store, group, ours, own, parts
+    world.control.barrier()
+    torch_distributed.destroy_process_group()
+    if world.rank == 0:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5).close()
+    groups._close_destroyed()
+    assert [name for name, part in known if part() is not None] == []
+    world.control.barrier()
+
+
+def compiled(world: World, backend: str) -> None:
+    """torch.compile breaks its graph at every function, traces nothing of it, and goes on."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        size = torch_distributed.get_world_size()
+        y, out = x + 1, x.new_empty(size * x.numel())
+        dist.all_reduce(y)
+        dist.all_gather_into_tensor(out, y)
+        dist.broadcast(y, 0)
+        dist.barrier()
+        told = [None] * size
+        dist.all_gather_object(told, 3)
+        parts = [x.new_empty(x.numel()) for _ in range(size)]
+        dist.all_gather(parts, y)
+        own, single = torch.empty_like(y), torch.empty_like(y)
+        dist.reduce_scatter(own, parts)
+        dist.reduce_scatter_tensor(single, out)
+        return torch.cat([y, out, own, single, *parts]) * 2
+
+    with process_group(world, backend):
+        x = torch.arange(4.0, device=world.device) + world.rank
+        expected = step(x)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Dynamo does not know")
+            assert torch.equal(torch.compile(step, backend="aot_eager")(x), expected)
 
 
 def coalesced(world: World, backend: str) -> None:

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import tpspan
 from bodies.common import finish, gather
 from tpspan import ClosedError, GatheredLinear, World, read_policy, share_parameters
+from tpspan.errors import InUseError, PeerError
 from tpspan.parallel import SharedParameters, chunks, staging
 from tpspan.parallel.policy import Rates
 from tpspan.parallel.rates import CACHE_VARIABLE, KnownRates, measure
@@ -190,6 +193,7 @@ def refusals(world: World) -> None:
         GatheredLinear(2, 2, world=world, dtype=torch.int32)
     with pytest.raises(ValueError, match="is no weight of shape"):
         GatheredLinear(2, 2, world=world, span=layer.span)
+    stays_in_its_span(layer, x)
     again = layer(x.requires_grad_())
     (first,) = torch.autograd.grad(again.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
@@ -210,6 +214,42 @@ def refusals(world: World) -> None:
         layer(x)
     with pytest.raises(ClosedError):
         layer.gathered  # noqa: B018
+
+
+def stays_in_its_span(layer: GatheredLinear, x: torch.Tensor) -> None:
+    """What would take the rows out of the span is refused, and changes nothing."""
+    device, address = x.device, layer.weight.data_ptr()
+    with torch.no_grad():
+        expected = layer(x)
+    for moved in (lambda: layer.to_empty(device=device), layer.share_memory):
+        with pytest.raises(TypeError, match="cannot be moved to other memory"):
+            moved()
+    assert layer.weight.data_ptr() == address
+    other = {"weight": torch.zeros_like(layer.weight) if layer.weight.numel() else torch.ones(1)}
+    with pytest.raises(RuntimeError, match="was replaced by one that no other rank can see"):
+        functional_call(layer, other, (x,))
+    own = layer.weight.data
+    layer.weight.data = torch.ones(3, 64, device=device)
+    for replaced in (lambda: layer(x), lambda: layer.gathered):
+        with pytest.raises(RuntimeError, match="was replaced by one that no other rank can see"):
+            replaced()
+    layer.weight.data = own
+    del own
+    prune.identity(layer, "weight")
+    if layer.weight.numel():
+        with pytest.raises(RuntimeError, match="was replaced by one that no other rank can see"):
+            layer(x)
+    prune.remove(layer, "weight")
+    layer.weight.data = layer.span.local
+    # A refused close leaves a layer that trains the rows of the span, as before.
+    kept = layer.gathered
+    with pytest.raises((InUseError, PeerError)):
+        layer.close()
+    assert layer.weight.data_ptr() == address and not layer.span.is_closed
+    del kept
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected)
+    meet(layer.span.world)
 
 
 def over_a_given_span(world: World) -> None:
@@ -481,6 +521,8 @@ def trains_owned_pieces(world: World, read: str) -> None:
     with shared_stack(world) as (module, private, shared, ids):
         policy = read_policy(module, read)  # type: ignore[arg-type]
         owned = tpspan.owned_parameters(module)
+        with pytest.raises(ValueError, match=r"in the pieces of an earlier owned_parameters"):
+            tpspan.owned_parameters(module)
         total = sum(entry.nbytes for entry in set(shared.entries.values()))
         assert sum(gather(world, sum(piece.nbytes for piece in owned.pieces))) == total
         ours = torch.optim.SGD(owned.pieces, lr=0.1, momentum=0.9)
@@ -505,6 +547,23 @@ def trains_owned_pieces(world: World, read: str) -> None:
         policy.remove()
         module(ids).sum().backward()
         assert module.norm.weight.grad is not None
+        tpspan.owned_parameters(module).remove()
+
+
+def sparse_gradients_are_refused(world: World) -> None:
+    module = nn.Embedding(8, 4, sparse=True).to(world.device)
+    with share_parameters(module, world):
+        owned = tpspan.owned_parameters(module)
+        ids = torch.tensor([1, 2], device=world.device)
+        with pytest.raises(TypeError, match="sparse, and owned_parameters adds up dense ones"):
+            module(ids).sum().backward()
+        assert all(piece.grad is None for piece in owned.pieces)
+        module.weight.grad = None
+        module.sparse = False
+        module(ids).sum().backward()
+        assert module.weight.grad is None
+        assert all(piece.grad is not None for piece in owned.pieces)
+        owned.remove()
 
 
 def decides_by_rates(world: World) -> list[tuple[int, int]]:

@@ -5,21 +5,41 @@ None if not, and ``NotImplemented`` where spans do not serve: then the caller de
 decision depends on what is the same on all ranks: the group, dtype, layout and operation.
 
 If a rank refuses its arguments, it tells the others before it raises, so that they fail as well
-instead of waiting (invariant 4).
+instead of waiting (invariant 4): they see a mismatch that names it, it sees its own error.
+
+Copies, of what does not lie side by side, are made when the call is carried out: with ``async_op``
+the calls before it may not have written its inputs yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import pickle
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ReduceOp
+from torch.distributed import distributed_c10d as _c10d
 
 from tpspan.distributed.domains import DomainsGroup
 from tpspan.distributed.groups import GatheringEngine, Group
 from tpspan.distributed.in_place import Engine, InPlace, place_in_span
-from tpspan.distributed.requests import Reduction, check_reduction, reduction_of
-from tpspan.distributed.tensors import alike, bring_back, readable, writable
+from tpspan.distributed.requests import Operation, Reduction, check_reduction, reduction_of
+from tpspan.distributed.tensors import (
+    alike,
+    apart,
+    bring_back,
+    check_memory,
+    check_writable,
+    is_plain,
+    readable,
+    writable,
+)
+from tpspan.errors import TpspanError
+
+c10d: Any = _c10d  # torch's annotations do not export all of it
 
 WRONG_SIZE = "output tensor size must be equal to world_size times input tensor size"
 WRONG_DTYPE = "output tensor must have the same type as input tensor"
@@ -38,32 +58,39 @@ def all_gather_single(
     if known is not None and known.is_for(output, piece):
         return known.engine.run(known.call, [output], async_op)
     engine = _gathering_engine(group, piece, output)
-    if engine is None:
-        return NotImplemented
-    if output.dtype != piece.dtype:
-        output, piece = alike(output, piece)
+    try:
+        _check_tensor(piece, "input_tensor")
+        _check_tensor(output, "output_tensor")
+        if not _serves(engine, (output, piece)):
+            return NotImplemented
         if output.dtype != piece.dtype:
-            raise _refused(engine, TypeError(WRONG_DTYPE))
-    numel = piece.numel()
-    if output.numel() != numel * group.size:
-        raise _refused(engine, ValueError(WRONG_SIZE))
-    if output.device != piece.device:
-        raise _refused(engine, ValueError(_devices(output, piece)))
-    source, target = readable(piece), writable(output)
-    nbytes = numel * source.element_size()
-    is_own_part = nbytes and source.data_ptr() == target.data_ptr() + group.rank * nbytes
-    if is_own_part and not isinstance(engine, DomainsGroup):
-        found = place_in_span(engine, target)
+            output, piece = alike(output, piece)
+            if output.dtype != piece.dtype:
+                raise TypeError(WRONG_DTYPE)
+        if output.numel() != piece.numel() * group.size:
+            raise ValueError(WRONG_SIZE)
+        check_memory(piece)
+        check_writable(output)
+    except Exception:
+        _tell(engine, Operation.ALL_GATHER)
+        raise
+    assert engine is not None
+    nbytes = piece.nbytes
+    own_offset = group.rank * nbytes
+    is_own_part = piece.data_ptr() == output.data_ptr() + own_offset and nbytes
+    if is_own_part and not isinstance(engine, DomainsGroup) and is_plain(piece):
+        found = place_in_span(engine, output) if is_plain(output) else None
         if found is not None:
             known = InPlace(engine, output, piece, *found)
             group.remember(output, known)
             return engine.run(known.call, [output], async_op)
 
     def call() -> None:
-        engine.all_gather(target, source)
+        source, target = readable(piece), writable(output)
+        engine.all_gather(target, apart(source, target, own_offset))
         bring_back(output, target)
 
-    return engine.run(call, [output], async_op, source, target)
+    return engine.run(call, [output], async_op, piece)
 
 
 def all_gather(
@@ -75,66 +102,91 @@ def all_gather(
         ValueError: not one output for each rank, or of another size than the piece where it is own.
         TypeError: the dtypes differ.
     """
-    engine = _gathering_engine(group, piece, *outputs)
-    if engine is None:
-        return NotImplemented
-    if len(outputs) != group.size:
-        error = ValueError(f"tensor_list must have {group.size} tensors, not {len(outputs)}")
-        raise _refused(engine, error)
-    pairs = [alike(output, piece) for output in outputs]
-    outputs, piece = [output for output, _ in pairs], pairs[group.rank][1]
-    if any(output.dtype != piece.dtype for output in outputs):
-        raise _refused(engine, TypeError(WRONG_DTYPE))
-    if outputs[group.rank].numel() != piece.numel():
-        error = ValueError(
-            f"tensor_list[{group.rank}] must have the {piece.numel()} elements of this rank's "
-            f"tensor, not {outputs[group.rank].numel()}"
-        )
-        raise _refused(engine, error)
-    source, targets = readable(piece), [writable(output) for output in outputs]
+    engine = _gathering_engine(group, piece, *_listed(outputs))
+    try:
+        c10d._check_tensor_list(outputs, "tensor_list")
+        _check_tensor(piece, "tensor")
+        c10d._ensure_all_tensors_same_dtype(outputs, piece)
+        if not _serves(engine, (*outputs, piece)):
+            return NotImplemented
+        if len(outputs) != group.size:
+            raise ValueError(f"tensor_list must have {group.size} tensors, not {len(outputs)}")
+        pairs = [alike(output, piece) for output in outputs]
+        outputs, piece = [output for output, _ in pairs], pairs[group.rank][1]
+        if any(output.dtype != piece.dtype for output in outputs):
+            raise TypeError(WRONG_DTYPE)
+        if outputs[group.rank].numel() != piece.numel():
+            raise ValueError(
+                f"tensor_list[{group.rank}] must have the {piece.numel()} elements of this rank's "
+                f"tensor, not {outputs[group.rank].numel()}"
+            )
+        check_memory(piece)
+        for output in outputs:
+            check_writable(output)
+    except Exception:
+        _tell(engine, Operation.ALL_GATHER_LIST)
+        raise
+    assert engine is not None
 
     def call() -> None:
+        source, targets = readable(piece), [writable(output) for output in outputs]
+        for rank, target in enumerate(targets):
+            source = apart(source, target, 0 if rank == group.rank else None)
         engine.all_gather_list(targets, source)
         for output, target in zip(outputs, targets, strict=True):
             bring_back(output, target)
 
-    return engine.run(call, list(outputs), async_op, source, *targets)
+    return engine.run(call, list(outputs), async_op, piece)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int, async_op: bool) -> Any:
     """Give the root's tensor to every rank."""
     engine = _engine(group, tensor)
-    if engine is None:
-        return NotImplemented
-    if not 0 <= root < group.size:
-        raise _refused(engine, ValueError(f"there is no rank {root} in a group of {group.size}"))
-    target = readable(tensor)
+    try:
+        _check_tensor(tensor, "tensor")
+        if not _serves(engine, (tensor,)):
+            return NotImplemented
+        if not 0 <= root < group.size:
+            raise ValueError(f"there is no rank {root} in a group of {group.size}")
+        check_writable(tensor)
+    except Exception:
+        _tell(engine, Operation.BROADCAST)
+        raise
+    assert engine is not None
 
     def call() -> None:
+        target = readable(tensor)
         engine.broadcast(target, root)
         bring_back(tensor, target)
 
-    return engine.run(call, [tensor], async_op, target)
+    return engine.run(call, [tensor], async_op)
 
 
 def all_reduce(group: Group, tensor: torch.Tensor, op: object, async_op: bool) -> Any:
     """Reduce in place, to the same bits on every rank.
 
     Raises:
-        ValueError, TypeError: the operation has no meaning for this dtype.
+        ValueError, TypeError: the operation has no meaning for this dtype, or is none.
     """
-    reduction = reduction_of(op)
-    engine = None if reduction is None else _engine(group, tensor)
-    if engine is None or reduction is None:
-        return NotImplemented
-    _check_reduction(engine, "all_reduce", reduction, tensor.dtype)
-    target = readable(tensor)
+    engine = _engine(group, tensor)
+    try:
+        _check_tensor(tensor, "tensor")
+        reduction = _reduction(op)
+        if reduction is None or not _serves(engine, (tensor,)):
+            return NotImplemented
+        _check_reduction("all_reduce", reduction, tensor.dtype)
+        check_writable(tensor, may_share=True)
+    except Exception:
+        _tell(engine, Operation.ALL_REDUCE)
+        raise
+    assert engine is not None
 
     def call() -> None:
+        target = readable(tensor)
         engine.all_reduce(target, reduction)
         bring_back(tensor, target)
 
-    return engine.run(call, [tensor], async_op, target)
+    return engine.run(call, [tensor], async_op)
 
 
 def reduce_scatter_single(
@@ -147,27 +199,34 @@ def reduce_scatter_single(
             has no meaning for this dtype.
         TypeError: the dtypes differ, or as above.
     """
-    reduction = reduction_of(op)
-    engine = None if reduction is None else _engine(group, output, whole)
-    if engine is None or reduction is None:
-        return NotImplemented
-    output, whole = alike(output, whole)
-    if output.dtype != whole.dtype:
-        error = TypeError("input tensor must be the same type as the output tensor")
-        raise _refused(engine, error)
-    if whole.numel() != output.numel() * group.size:
-        text = "input tensor must be the same size as output size times world size"
-        raise _refused(engine, ValueError(text))
-    if output.device != whole.device:
-        raise _refused(engine, ValueError(_devices(output, whole)))
-    _check_reduction(engine, "reduce_scatter", reduction, output.dtype)
-    source, target = readable(whole), writable(output)
+    engine = _engine(group, output, whole)
+    try:
+        _check_tensor(output, "output")
+        _check_tensor(whole, "input")
+        reduction = _reduction(op)
+        if reduction is None or not _serves(engine, (output, whole)):
+            return NotImplemented
+        output, whole = alike(output, whole)
+        if output.dtype != whole.dtype:
+            raise TypeError("input tensor must be the same type as the output tensor")
+        if whole.numel() != output.numel() * group.size:
+            text = "input tensor must be the same size as output size times world size"
+            raise ValueError(text)
+        _check_reduction("reduce_scatter", reduction, output.dtype)
+        check_memory(whole)
+        check_writable(output)
+    except Exception:
+        _tell(engine, Operation.REDUCE_SCATTER)
+        raise
+    assert engine is not None
+    own_offset = -group.rank * output.nbytes
 
     def call() -> None:
-        engine.reduce_scatter(target, source, reduction)
+        source, target = readable(whole), writable(output)
+        engine.reduce_scatter(target, apart(source, target, own_offset), reduction)
         bring_back(output, target)
 
-    return engine.run(call, [output], async_op, source, target)
+    return engine.run(call, [output], async_op, whole)
 
 
 def reduce_scatter(
@@ -178,35 +237,46 @@ def reduce_scatter(
     Raises:
         ValueError, TypeError: as ``reduce_scatter_single``; or not one input for each rank.
     """
-    reduction = reduction_of(op)
-    engine = None if reduction is None else _engine(group, output, *inputs)
-    if engine is None or reduction is None:
-        return NotImplemented
-    if len(inputs) != group.size:
-        error = ValueError(f"input_list must have {group.size} tensors, not {len(inputs)}")
-        raise _refused(engine, error)
-    if inputs[group.rank].numel() != output.numel():
-        error = ValueError(
-            f"input_list[{group.rank}] must have the {output.numel()} elements of the output, "
-            f"not {inputs[group.rank].numel()}"
-        )
-        raise _refused(engine, error)
+    engine = _engine(group, output, *_listed(inputs))
+    try:
+        _check_tensor(output, "output")
+        c10d._check_tensor_list(inputs, "input_list")
+        c10d._ensure_all_tensors_same_dtype(output, inputs)
+        reduction = _reduction(op)
+        if reduction is None or not _serves(engine, (output, *inputs)):
+            return NotImplemented
+        if len(inputs) != group.size:
+            raise ValueError(f"input_list must have {group.size} tensors, not {len(inputs)}")
+        pairs = [alike(output, each) for each in inputs]
+        output, inputs = pairs[0][0], [each for _, each in pairs]
+        if inputs[group.rank].numel() != output.numel():
+            raise ValueError(
+                f"input_list[{group.rank}] must have the {output.numel()} elements of the output, "
+                f"not {inputs[group.rank].numel()}"
+            )
+        _check_reduction("reduce_scatter", reduction, output.dtype)
+        for each in inputs:
+            check_memory(each)
+        check_writable(output)
+    except Exception:
+        _tell(engine, Operation.REDUCE_SCATTER)
+        raise
+    assert engine is not None
     # Parts of one size, padded where the parts are uneven: their list is the same on all ranks.
     longest = max(each.numel() for each in inputs)
-    whole = output.new_empty((group.size, longest), dtype=inputs[0].dtype)
-    for row, each in zip(whole, inputs, strict=True):
-        row[: each.numel()].copy_(each.detach().reshape(-1))
-        row[each.numel() :].zero_()
-    if all(each.numel() == longest for each in inputs):
-        return reduce_scatter_single(group, output, whole, op, async_op)
-    padded = output.new_empty(longest)
 
     def call() -> None:
-        engine.reduce_scatter(padded, whole, reduction)
-        bring_back(output, padded[: output.numel()])
+        whole = output.new_empty((group.size, longest), requires_grad=False)
+        for row, each in zip(whole, inputs, strict=True):
+            row[: each.numel()].copy_(each.detach().reshape(-1))
+            row[each.numel() :].zero_()
+        is_whole = output.numel() == longest and is_plain(output)
+        target = output if is_whole else output.new_empty(longest, requires_grad=False)
+        engine.reduce_scatter(target, whole, reduction)
+        if target is not output:
+            bring_back(output, target[: output.numel()])
 
-    _check_reduction(engine, "reduce_scatter", reduction, output.dtype)
-    return engine.run(call, [output], async_op, whole, padded)
+    return engine.run(call, [output], async_op, *inputs)
 
 
 def barrier(group: Group, async_op: bool) -> Any:
@@ -218,48 +288,118 @@ def barrier(group: Group, async_op: bool) -> Any:
 
 
 def all_gather_object(group: Group, value: object) -> Any:
-    """Every rank's object, by rank; anything that pickles."""
+    """Every rank's object, by rank; anything that pickles.
+
+    Raises:
+        Exception: what pickling this rank's object raises.
+    """
     engine = group.engine(group.default_device())
     if engine is None:
         return NotImplemented
-    gathered: list[Any] = []
-    engine.run(lambda: gathered.extend(engine.all_gather_object(value)), [], False)
-    return gathered
+    try:
+        message = pickle.dumps(value)
+    except Exception:
+        _tell(engine, Operation.ALL_GATHER_OBJECT)
+        raise
+    gathered: list[bytes] = []
+    engine.run(lambda: gathered.extend(engine.all_gather_bytes(message)), [], False)
+    return [pickle.loads(each) for each in gathered]
 
 
-def _engine(group: Group, *tensors: torch.Tensor) -> Engine | None:
-    found = _gathering_engine(group, *tensors)
+def refuse(group: Group, operation: Operation, *given: object) -> None:
+    """Tell the other ranks that this one refuses a call; the caller then raises its own error.
+
+    Args:
+        given: the tensors of the call, as far as they are some.
+    """
+    find = _gathering_engine if operation in _GATHERING else _engine
+    _tell(find(group, *given), operation)
+
+
+_GATHERING = (Operation.ALL_GATHER, Operation.ALL_GATHER_LIST)
+
+
+def _tell(engine: GatheringEngine | None, operation: Operation) -> None:
+    """Tell the other ranks; whatever they answer, this rank's own error says more."""
+    if engine is not None:
+        with contextlib.suppress(TpspanError):
+            engine.run(functools.partial(engine.refuse, operation), [], False)
+
+
+def _engine(group: Group, *given: object) -> Engine | None:
+    found = _gathering_engine(group, *given)
     return None if isinstance(found, DomainsGroup) else found
 
 
-def _gathering_engine(group: Group, *tensors: torch.Tensor) -> GatheringEngine | None:
-    for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            return None
+def _gathering_engine(group: Group, *given: object) -> GatheringEngine | None:
+    """What carries out calls on the first tensor's device, or else the group's."""
+    for tensor in given:
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            return group.gathering_engine(tensor.device)
+    return group.gathering_engine(group.default_device())
+
+
+def _serves(engine: GatheringEngine | None, tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether spans serve these tensors.
+
+    Raises:
+        NotImplementedError: nobody does: some have no data.
+        ValueError: they are on different devices, or not on the group's.
+    """
     device = tensors[0].device
-    engine = group.gathering_engine(device)
-    if engine is not None and engine.world.device != device:
-        raise ValueError(
-            f"the calls of this group are on {engine.world.device}, not on {device}: call "
-            "torch.cuda.set_device before the group's first call"
-        )
-    return engine
+    for tensor in tensors:
+        if tensor.device != device or (engine is not None and device != engine.world.device):
+            raise _misplaced(engine, tensors)
+        if tensor.layout is not torch.strided:
+            return False
+    return engine is not None
 
 
-def _check_reduction(
-    engine: GatheringEngine, operation: str, reduction: Reduction, dtype: torch.dtype
-) -> None:
+def _misplaced(
+    engine: GatheringEngine | None, tensors: tuple[torch.Tensor, ...]
+) -> NotImplementedError | ValueError:
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if "meta" in devices:
+        return NotImplementedError("tensors on the device meta have no data to be exchanged")
+    if len(devices) > 1:
+        return ValueError(f"the tensors are on different devices: {' and '.join(devices)}")
+    assert engine is not None
+    return ValueError(
+        f"the calls of this group are on {engine.world.device}, not on {devices[0]}: call "
+        "torch.cuda.set_device before the group's first call"
+    )
+
+
+def _check_tensor(value: object, name: str) -> None:
+    if not isinstance(value, torch.Tensor):
+        c10d._check_single_tensor(value, name)
+
+
+def _listed(tensors: object) -> Iterable[object]:
+    return tensors if isinstance(tensors, list | tuple) else ()
+
+
+def _reduction(op: object) -> Reduction | None:
+    """The reduction that an operation of torch names; None if spans do not serve it."""
+    found = reduction_of(op)
+    if found is None and not isinstance(op, ReduceOp | ReduceOp.RedOpType):
+        raise TypeError(f"op must be one of torch's ReduceOp, not {op!r}")
+    return found
+
+
+def _check_reduction(operation: str, reduction: Reduction, dtype: torch.dtype) -> None:
+    objection = _objection(operation, reduction, dtype)
+    if objection is not None:
+        kind, text = objection
+        raise kind(text)
+
+
+@functools.cache
+def _objection(
+    operation: str, reduction: Reduction, dtype: torch.dtype
+) -> tuple[Callable[[str], Exception], str] | None:
     try:
         check_reduction(operation, reduction, dtype)
     except (ValueError, TypeError) as error:
-        raise _refused(engine, error) from None
-
-
-def _refused(engine: GatheringEngine, error: Exception) -> Exception:
-    """Tell the other ranks, then let the caller raise its own error."""
-    engine.run(engine.refuse, [], False)
-    return error
-
-
-def _devices(output: torch.Tensor, given: torch.Tensor) -> str:
-    return f"the tensors are on different devices: {output.device} and {given.device}"
+        return type(error), str(error)
+    return None

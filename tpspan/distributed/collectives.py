@@ -16,12 +16,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.distributed import ReduceOp
-from torch.distributed import distributed_c10d as c10d
 
 from tpspan.distributed import calls, counts
 from tpspan.distributed.groups import Group, group_rank, resolve
 from tpspan.distributed.renamed import torch_function
+from tpspan.distributed.requests import Operation
 from tpspan.errors import LaunchError
 
 
@@ -35,7 +36,9 @@ def all_gather_into_tensor(
 
     If the output is a view of a span and the input is this rank's part of that view, nothing is
     copied: the call is a barrier. The output then is the other ranks' own memory: before a rank
-    writes its part again, all of them have to say that they have read it, by a barrier.
+    writes its part again, all of them have to say that they have read it, by a barrier. Either all
+    ranks gather in place, into the same view of the same span, or none: this is compared as sizes
+    and dtypes are, since those that copy would otherwise wait for bytes that nobody sends.
 
     Returns:
         A work if ``async_op``, else None.
@@ -43,11 +46,13 @@ def all_gather_into_tensor(
     Raises:
         ValueError: the output has not the size of all inputs.
         TypeError: the dtypes differ.
-        CollectiveMismatch: the ranks asked for different things; nothing was done.
+        NotImplementedError: a tensor has no data, being on the device meta.
+        CollectiveMismatch: the ranks asked for different things, or another rank's arguments were
+            wrong; nothing was done.
         PeerError: ranks did not come before the deadline, or ended.
     """
-    c10d._check_single_tensor(input_tensor, "input_tensor")
-    c10d._check_single_tensor(output_tensor, "output_tensor")
+    if torch.compiler.is_compiling():
+        return _outside_graph(all_gather_into_tensor, output_tensor, input_tensor, group, async_op)
     name, ours = "all_gather_into_tensor", calls.all_gather_single
     return _call(name, group, ours, output_tensor, input_tensor, async_op=async_op)
 
@@ -65,9 +70,8 @@ def all_gather(
 
     Returns and raises as ``all_gather_into_tensor``.
     """
-    c10d._check_tensor_list(tensor_list, "tensor_list")
-    c10d._check_single_tensor(tensor, "tensor")
-    c10d._ensure_all_tensors_same_dtype(tensor_list, tensor)
+    if torch.compiler.is_compiling():
+        return _outside_graph(all_gather, tensor_list, tensor, group, async_op)
     return _call("all_gather", group, calls.all_gather, tensor_list, tensor, async_op=async_op)
 
 
@@ -75,9 +79,12 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> No
     """Gather objects that pickle into a list. Collective.
 
     Raises:
+        Exception: what pickling this rank's object raised; the others get CollectiveMismatch.
         CollectiveMismatch, PeerError: as ``all_gather_into_tensor``.
         LaunchError: there is no group.
     """
+    if torch.compiler.is_compiling():
+        return _outside_graph(all_gather_object, object_list, obj, group)
     found = resolve(group)
     if found is None:
         return _not_in_group("all_gather_object")
@@ -103,8 +110,8 @@ def reduce_scatter_tensor(
 
     Returns and raises as ``all_gather_into_tensor``.
     """
-    c10d._check_single_tensor(output, "output")
-    c10d._check_single_tensor(input, "input")
+    if torch.compiler.is_compiling():
+        return _outside_graph(reduce_scatter_tensor, output, input, op, group, async_op)
     name, ours = "reduce_scatter_tensor", calls.reduce_scatter_single
     return _call(name, group, ours, output, input, op, async_op=async_op)
 
@@ -123,9 +130,8 @@ def reduce_scatter(
 
     Returns and raises as ``reduce_scatter_tensor``.
     """
-    c10d._check_single_tensor(output, "output")
-    c10d._check_tensor_list(input_list, "input_list")
-    c10d._ensure_all_tensors_same_dtype(output, input_list)
+    if torch.compiler.is_compiling():
+        return _outside_graph(reduce_scatter, output, input_list, op, group, async_op)
     name, ours = "reduce_scatter", calls.reduce_scatter
     return _call(name, group, ours, output, input_list, op, async_op=async_op)
 
@@ -139,7 +145,8 @@ def all_reduce(
 
     Returns and raises as ``all_gather_into_tensor``.
     """
-    c10d._check_single_tensor(tensor, "tensor")
+    if torch.compiler.is_compiling():
+        return _outside_graph(all_reduce, tensor, op, group, async_op)
     return _call("all_reduce", group, calls.all_reduce, tensor, op, async_op=async_op)
 
 
@@ -158,11 +165,16 @@ def broadcast(
 
     Returns and raises as ``all_gather_into_tensor``; ValueError if there is no such rank.
     """
-    c10d._check_single_tensor(tensor, "tensor")
+    if torch.compiler.is_compiling():
+        return _outside_graph(broadcast, tensor, src, group, async_op, group_src)
     found = resolve(group)
     if found is None:
         return _not_in_group("broadcast")
-    root = group_rank(group, src, group_src)
+    try:
+        root = group_rank(group, src, group_src)
+    except Exception:
+        calls.refuse(found, Operation.BROADCAST, tensor)
+        raise
     work = calls.broadcast(found, tensor, root, async_op)
     if work is NotImplemented:
         return _delegate("broadcast", found)(tensor, async_op=async_op, group_src=root)
@@ -184,6 +196,8 @@ def barrier(
         CollectiveMismatch, PeerError: as ``all_gather_into_tensor``.
         LaunchError: there is no group.
     """
+    if torch.compiler.is_compiling():
+        return _outside_graph(barrier, group, async_op, device_ids, timeout)
     found = resolve(group)
     if found is None:
         return _not_in_group("barrier")
@@ -202,6 +216,15 @@ def _call(operation: str, group: Any, ours: Callable[..., Any], *given: Any, asy
     if work is NotImplemented:
         return _delegate(operation, found)(*given, async_op=async_op)
     return work
+
+
+def _run(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return function(*arguments, **options)
+
+
+# torch.compile breaks its graph here and traces nothing of what is called. torch.compiler.disable
+# would do the same, but import the compiler, which takes a second, into programs without one.
+_outside_graph: Callable[..., Any] = _disable_dynamo(_run)
 
 
 def _not_in_group(operation: str, stacklevel: int = 3) -> None:

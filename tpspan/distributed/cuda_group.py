@@ -85,6 +85,7 @@ class CudaGroup:
         *used: torch.Tensor,
     ) -> StreamWork | None:
         """Put a call on the current stream, or on the group's side stream behind it."""
+        self._journal.check()  # before CUDA is asked, which a forked child must not do
         with self._lock:
             if _C._cuda_getDevice() != self._index:
                 with torch.cuda.device(self._index):
@@ -103,9 +104,9 @@ class CudaGroup:
                 tensor.record_stream(side)
             return StreamWork(outputs, side, event)
 
-    def refuse(self) -> None:
+    def refuse(self, operation: Operation) -> None:
         """Let the other ranks' call fail as well: this rank's arguments are wrong."""
-        self._journal.note(words(Operation.REFUSED), compare=False)
+        self._journal.note(words(Operation.REFUSED, digest=operation), compare=False)
 
     def barrier(self) -> None:
         """Hold the stream, and then the host, until all ranks have come."""
@@ -116,16 +117,19 @@ class CudaGroup:
             self._buffers.check()
         counts.count("barrier: stream")
 
-    def all_gather_object(self, value: object) -> list[Any]:
-        """Every rank's object, by rank; on the host."""
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        """Every rank's bytes, of any lengths, by rank; on the host."""
         self._journal.note(words(Operation.ALL_GATHER_OBJECT))
         counts.count("all_gather_object: host")
-        return Board.of(self.world).all_gather(value)
+        return Board.of(self.world).all_gather_bytes(message)
 
-    def all_gather_in_place(self, dtype: torch.dtype, nbytes: int, offset_bytes: int) -> None:
+    def all_gather_in_place(
+        self, dtype: torch.dtype, nbytes: int, offset_bytes: int, span_number: int
+    ) -> None:
         """Every rank's input lies in the span that the output is a view of: only meet."""
-        operation = Operation.ALL_GATHER_IN_PLACE
-        self._journal.note(words(operation, dtype, nbytes, digest=offset_bytes))
+        operation = Operation.ALL_GATHER_SPAN
+        request = words(operation, dtype, nbytes, digest=offset_bytes, buffer=span_number)
+        self._journal.note(request)
         self._buffers.meet(_stream(self._index))
         counts.count("all_gather: in place")
 

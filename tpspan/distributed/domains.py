@@ -10,6 +10,7 @@ gloo otherwise. Ranks that share a GPU have no NCCL; their pieces go through hos
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from tpspan.distributed import counts
 from tpspan.distributed.cuda_group import CudaGroup
 from tpspan.distributed.host_group import HostGroup
 from tpspan.distributed.inner import c10d
+from tpspan.distributed.requests import Operation
 from tpspan.distributed.work import HostWork, StreamWork
 from tpspan.launch.world import World
 
@@ -72,7 +74,8 @@ class DomainsGroup:
         told = world.control.all_gather(world.domain)
         self.routes = Routes(tuple(sorted(set(told))))
         self._domain = self.routes.domain_of(self.rank)
-        self._delegate = delegate
+        # Engines belong to the group, and must not keep it from being destroyed.
+        self._delegate = weakref.ref(delegate)
         self._is_cuda = world.backend == "cuda"
         self._has_nccl = self._is_cuda and _has_nccl(delegate)
         local = world.subset(self._domain)
@@ -92,9 +95,9 @@ class DomainsGroup:
         """Carry a call out after all those before it."""
         return self._local.run(call, outputs, async_op, *used)
 
-    def refuse(self) -> None:
+    def refuse(self, operation: Operation) -> None:
         """Fail in the other ranks of this domain; those elsewhere wait until their deadline."""
-        self._local.refuse()
+        self._local.refuse(operation)
 
     def all_gather(self, output: torch.Tensor, piece: torch.Tensor) -> None:
         """Put the ranks' pieces, of one size, one after another."""
@@ -131,7 +134,7 @@ class DomainsGroup:
         self, received: dict[int, torch.Tensor], sent: torch.Tensor
     ) -> Callable[[], None]:
         """Start to send and to receive; what is returned waits until all is there."""
-        delegate: Any = self._delegate
+        delegate: Any = self._delegate()
         rank, targets = self.rank, self.routes.targets_of(self.rank)
         staged = received
         if self._is_cuda and not self._has_nccl:

@@ -6,6 +6,7 @@ and where releases of torch differ, which attributes there are.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from tpspan.distributed.fsdp import SpanAllGather, SpanReduceScatter
 from tpspan.distributed.fsdp_memory import FsdpMemory
 from tpspan.launch.world import World
+
+# What handles have put into modules and take out when they close, with the handle's own words.
+_put_by: weakref.WeakKeyDictionary[SpanAllGather, str] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class FsdpStats:
 class SpansInUse:
     """What ``use_spans`` returns: statistics, and the way back. A context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._name = type(model).__name__
         self._changed: list[tuple[FSDPModule, Any, Any]] = []
         self._made: list[tuple[SpanAllGather, SpanReduceScatter]] = []
         self._left: list[tuple[str, str]] = []
@@ -83,13 +88,7 @@ class SpansInUse:
         last = [m for m in self._memories.values() if m.num_users == 1 and not m.world.is_closed]
         for memory in last:
             memory.refuse_if_in_use()
-        for module, all_gather, reduce_scatter in self._changed:
-            module.set_custom_all_gather(all_gather)
-            module.set_custom_reduce_scatter(reduce_scatter)
-        self._changed.clear()
-        self._is_closed = True
-        for memory in self._memories.values():
-            memory.num_users -= 1
+        self._restore()
         for memory in last:
             memory.close_buffers()
 
@@ -104,6 +103,20 @@ class SpansInUse:
     ) -> None:
         if error is None:
             self.close()
+
+    def __repr__(self) -> str:
+        return f"<SpansInUse by a {self._name}>"
+
+    def _restore(self) -> None:
+        """Give torch's own communication back, and the claims to memory up."""
+        for module, all_gather, reduce_scatter in self._changed:
+            module.set_custom_all_gather(all_gather)
+            module.set_custom_reduce_scatter(reduce_scatter)
+        self._changed.clear()
+        self._groups.clear()
+        self._is_closed = True
+        for memory in self._memories.values():
+            memory.num_users -= 1
 
     def _add(self, name: str, module: FSDPModule, world: World | None) -> None:
         groups = _parameter_groups(module)
@@ -138,6 +151,7 @@ class SpansInUse:
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce)
         self._made.append((gather, reduce))
+        _put_by[gather] = repr(self)
 
     def _first_with_ranks_of(self, group: ProcessGroup) -> ProcessGroup:
         """The first group of the same ranks: each resharded module has one of its own."""
@@ -160,9 +174,9 @@ def use_spans(model: nn.Module, world: World | None = None) -> SpansInUse:
         A handle with ``stats`` and ``close``; the model does not need it.
 
     Raises:
-        ValueError: there is no FSDP2 module in the model, or its shards are those of other ranks
-            than the world's.
-        PeerError: other ranks did not come.
+        ValueError: there is no FSDP2 module in the model, its shards are those of other ranks
+            than the world's, or one uses spans by an earlier call already.
+        PeerError: other ranks did not come; the model is as it was on this rank.
     """
     modules = [(name, each) for name, each in model.named_modules() if isinstance(each, FSDPModule)]
     if not modules:
@@ -173,9 +187,21 @@ def use_spans(model: nn.Module, world: World | None = None) -> SpansInUse:
     if world is not None:
         for name, module in modules:
             _check_world(name, module, world)
-    used = SpansInUse()
     for name, module in modules:
-        used._add(name, module, world)
+        for group in _parameter_groups(module):
+            now = group._all_gather_comm
+            if isinstance(now, SpanAllGather) and now in _put_by:
+                raise ValueError(
+                    f"module {name!r} uses spans already, by {_put_by[now]} of an earlier "
+                    "use_spans: close that one, then call again"
+                )
+    used = SpansInUse(model)
+    try:
+        for name, module in modules:
+            used._add(name, module, world)
+    except BaseException:
+        used._restore()
+        raise
     return used
 
 

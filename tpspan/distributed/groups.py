@@ -3,6 +3,11 @@
 A group may be None (the default world of tpspan, or else torch's default group), a World of
 tpspan, or a process group of torch. For one of torch's groups a world of its ranks is made at the
 first call, over the group's own store: that call is collective, so all its ranks come.
+
+Torch says nobody when it destroys a group of another backend. The store is let go with the group;
+what else its world holds is given back in the next call to whatever group, or when the interpreter
+ends, by the thread that is there: a finalizer could not (invariant 10), it only notes that there is
+something to do.
 """
 
 from __future__ import annotations
@@ -10,22 +15,25 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+import warnings
 import weakref
 from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
-from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from tpspan.distributed.cuda_group import CudaGroup
 from tpspan.distributed.domains import DomainsGroup
 from tpspan.distributed.host_group import HostGroup
 from tpspan.distributed.in_place import Engine, InPlace
-from tpspan.distributed.store_world import world_over
-from tpspan.errors import LaunchError
+from tpspan.distributed.store_world import LentStore, world_over
+from tpspan.errors import ClosedError, LaunchError
 from tpspan.launch import start
+from tpspan.launch.store import Keys
 from tpspan.launch.world import World
+from tpspan.memory.closing import close_each
 
 GatheringEngine = HostGroup | CudaGroup | DomainsGroup
 
@@ -48,19 +56,22 @@ class Group:
         size: int,
         *,
         world: World | None = None,
-        store: Store | None = None,
+        store: Keys | None = None,
         name: str = "",
         delegate: ProcessGroup | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self.rank, self.size = rank, size
-        self._delegate = None if delegate is None else weakref.ref(delegate)
+        self._delegate = None if delegate is None else weakref.ref(delegate, _note_destroyed)
+        # One that registers this backend under several devices is not in torch's table itself.
+        self._is_listed = delegate is not None and delegate in c10d._world.pg_map
         self._world, self._store, self._name = world, store, name
         self._timeout_s = timeout_s
         self.in_place: dict[int, InPlace] = {}
         self._engines: dict[str, GatheringEngine | None] = {}
         self._worlds: dict[str, World | None] = {}
         self._own_worlds: list[World] = []
+        self._closed = False
         self._lock = threading.RLock()
 
     @property
@@ -115,15 +126,28 @@ class Group:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether torch has destroyed the process group that this one stands for."""
+        if self._delegate is None:
+            return False
+        delegate = self._delegate()
+        return delegate is None or (self._is_listed and delegate not in c10d._world.pg_map)
+
     def close(self) -> None:
-        """Close the worlds that were made for this group; waits for no other rank."""
+        """Close the worlds that were made for this group; waits for no other rank. Idempotent.
+
+        Every later call that needs one raises ``ClosedError``.
+        """
         with self._lock:
+            self._closed = True
+            owned, self._own_worlds = self._own_worlds, []
+            self._world = self._store = None
             self.in_place.clear()
             self._engines.clear()
             self._worlds.clear()
-            for world in self._own_worlds:
-                world.close()
-            self._own_worlds.clear()
+            _with_worlds.discard(self)
+            close_each(world.close for world in owned)
 
     def _serves_cuda(self) -> bool:
         delegate = self.delegate
@@ -163,6 +187,8 @@ class Group:
         kind = {"cpu": "host", "cuda": "cuda"}.get(device.type)
         if kind is None:
             return None
+        if self._closed:
+            raise ClosedError("this group was destroyed")
         if kind not in self._worlds:
             world = self._world or self._default_world()
             if (world is None or world.backend != kind) and self._store is not None:
@@ -174,7 +200,10 @@ class Group:
         return self._worlds[kind]
 
 
-_with_worlds: weakref.WeakSet[Group] = weakref.WeakSet()
+_with_worlds: set[Group] = set()
+"""The groups with worlds of their own, until they are closed."""
+_is_destroyed = False
+"""Whether a process group has gone since ``_close_destroyed`` looked."""
 _of_process_group: weakref.WeakKeyDictionary[ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
 
@@ -184,6 +213,7 @@ def resolve(group: Any) -> Group | None:
     Raises:
         LaunchError: no group was given and there is none by default.
         TypeError: it is not a group.
+        ValueError: it is a group that was destroyed.
     """
     if group is None:
         group = _default()
@@ -194,9 +224,16 @@ def resolve(group: Any) -> Group | None:
     found = getattr(group, "span_group", None)
     if found is not None:
         return found  # type: ignore[no-any-return]
-    found = _of_process_group.get(group)
+    if _is_destroyed:
+        _close_destroyed()
+    try:
+        found = _of_process_group.get(group)
+    except TypeError:  # nothing that can be a key: it is told below what it should be
+        found = None
     if found is None:
-        found = _of_process_group[group] = _over_process_group(group)
+        found = _over_process_group(group)
+        _close_destroyed()  # those that somebody still holds are not noted
+        _of_process_group[group] = found
     return found
 
 
@@ -237,9 +274,29 @@ def _over_world(world: World) -> Group:
 def _over_process_group(group: Any) -> Group:
     if not isinstance(group, ProcessGroup):
         raise TypeError(f"group must be a World or a process group, not {type(group)}")
-    store = c10d._world.pg_map[group][1]
+    if group not in c10d._world.pg_map:
+        raise ValueError("this process group was destroyed")
+    store = LentStore(c10d._world.pg_map[group][1])
     name = c10d._world.pg_names[group]
     return Group(group.rank(), group.size(), store=store, name=name, delegate=group)
+
+
+def _note_destroyed(_: weakref.ref[ProcessGroup]) -> None:
+    global _is_destroyed
+    _is_destroyed = True
+
+
+def _close_destroyed() -> None:
+    """Close the groups that torch has destroyed; waits for no other rank."""
+    global _is_destroyed
+    _is_destroyed = False
+    for group in tuple(_with_worlds):
+        if group.is_destroyed:
+            try:
+                group.close()
+            except Exception as error:  # not one of the call that happens to come next
+                what = f"closing a destroyed process group: {error}"
+                warnings.warn(what, ResourceWarning, stacklevel=2)
 
 
 @atexit.register

@@ -32,7 +32,6 @@ import ctypes
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -69,7 +68,7 @@ class HostGroup:
         self.rank = world.rank
         self.world_size = world.world_size
         self._steps = Steps(world)
-        self._worker = Worker()
+        self._worker = Worker(world.rank, world.timeout_s)
         self._lock = threading.RLock()
         shares_cores = world.world_size > Board.of(world).num_cores
         self._step_nbytes = 2 * _STEP_NBYTES if shares_cores else _STEP_NBYTES
@@ -89,7 +88,14 @@ class HostGroup:
         async_op: bool,
         *used: torch.Tensor,
     ) -> HostWork | None:
-        """Carry a call out after all those before it: here and now, or in the group's thread."""
+        """Carry a call out after all those before it: here and now, or in the group's thread.
+
+        A callback of a future that runs in that thread has it to itself: its calls are carried out
+        at once, before those that wait.
+        """
+        self._steps.check()
+        if self._worker.is_this_thread():
+            return self._worker.at_once(outputs, call, async_op)
         with self._lock:
             if async_op:
                 return self._worker.submit(outputs, call)
@@ -97,9 +103,9 @@ class HostGroup:
             call()
         return None
 
-    def refuse(self) -> None:
+    def refuse(self, operation: Operation) -> None:
         """Let the other ranks' call fail as well: this rank's arguments are wrong."""
-        self._steps.ask(words(Operation.REFUSED))
+        self._steps.ask(words(Operation.REFUSED, digest=operation))
         self._steps.step()
 
     def barrier(self) -> None:
@@ -108,17 +114,20 @@ class HostGroup:
         self._steps.step()
         counts.count("barrier: host")
 
-    def all_gather_object(self, value: object) -> list[Any]:
-        """Every rank's object, by rank."""
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        """Every rank's bytes, of any lengths, by rank."""
         self._steps.ask(words(Operation.ALL_GATHER_OBJECT))
         self._steps.step()
         counts.count("all_gather_object: host")
-        return Board.of(self.world).all_gather(value)
+        return Board.of(self.world).all_gather_bytes(message)
 
-    def all_gather_in_place(self, dtype: torch.dtype, nbytes: int, offset_bytes: int) -> None:
+    def all_gather_in_place(
+        self, dtype: torch.dtype, nbytes: int, offset_bytes: int, span_number: int
+    ) -> None:
         """Every rank's input lies in the span that the output is a view of: only meet."""
-        operation = Operation.ALL_GATHER_IN_PLACE
-        self._steps.ask(words(operation, dtype, nbytes, digest=offset_bytes))
+        operation = Operation.ALL_GATHER_SPAN
+        request = words(operation, dtype, nbytes, digest=offset_bytes, buffer=span_number)
+        self._steps.ask(request)
         self._steps.step()
         counts.count("all_gather: in place")
 

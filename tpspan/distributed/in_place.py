@@ -40,7 +40,7 @@ class InPlace:
         offset_bytes: int,
     ) -> None:
         self.engine = engine
-        self._asked = output.dtype, output.numel() * output.element_size(), offset_bytes
+        self._asked = output.dtype, output.nbytes, offset_bytes, span.number
         self._output, self._piece = weakref.ref(output), weakref.ref(piece)
         self._span = weakref.ref(span)
         self._found = output.data_ptr(), output.numel(), piece.data_ptr(), piece.numel()

@@ -41,7 +41,11 @@ class InnerBackends:
 
     def of(self, device: torch.device) -> Any:
         """The backend for tensors on a device."""
-        return self._of_kind[device.type]
+        try:
+            return self._of_kind[device.type]
+        except KeyError:
+            text = f"no backend of this group serves tensors on {device}"
+            raise NotImplementedError(text) from None
 
     def between(self, device: torch.device, peer: int, *, sending: bool) -> Any:
         """The backend for a send to a rank, or a receive from it.

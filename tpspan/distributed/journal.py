@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 
+from tpspan.distributed.forks import end_in_children
 from tpspan.distributed.requests import NUM_WORDS, describe
 from tpspan.errors import ClosedError, CollectiveMismatch
 from tpspan.launch.world import World
@@ -39,16 +40,17 @@ class Journal:
         self._peers = [rank for rank in range(world.world_size) if rank != world.rank]
         self._seen = dict.fromkeys(self._peers, 0)
         self._number = 0
+        self._ended: ClosedError | None = None
+        end_in_children(self)
 
     def note(self, request: tuple[int, ...], *, compare: bool = True) -> None:
         """Write this rank's next request and compare it with those of the ranks that are ahead.
 
         Raises:
             CollectiveMismatch: another rank asked for something else, here or since the last look.
-            ClosedError: the world is closed.
+            ClosedError: the world is closed, or this process was forked from its rank.
         """
-        if not self._views:
-            raise ClosedError("the world of this group is closed")
+        self.check()
         self._number = number = self._number + 1
         at = number % _ENTRIES * _ENTRY.size
         # The number last: it says that the rest is there.
@@ -58,8 +60,22 @@ class Journal:
         if compare:
             self._compare()
 
+    def check(self) -> None:
+        """Refuse what ``note`` would.
+
+        Raises:
+            ClosedError: as ``note``.
+        """
+        if self._ended is not None:
+            raise ClosedError(*self._ended.args)
+
+    def end(self, error: ClosedError) -> None:
+        """Let every later request raise the error."""
+        self._ended = error
+
     def close(self) -> None:
         """Unmap the pages."""
+        self._ended = self._ended or ClosedError("the world of this group is closed")
         for view in self._views:
             view.release()
         self._views.clear()

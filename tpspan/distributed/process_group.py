@@ -20,6 +20,7 @@ from tpspan.distributed import calls, counts
 from tpspan.distributed.groups import Group
 from tpspan.distributed.inner import InnerBackends, c10d
 from tpspan.distributed.registration import NAME
+from tpspan.distributed.requests import Operation
 from tpspan.distributed.work import HostWork, JoinedWork
 
 # torch's annotations do not know of process groups written in Python.
@@ -73,6 +74,7 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         opts = _options(c10d.AllreduceOptions, opts, "reduceOp")
         return self._each(
             "all_reduce",
+            Operation.ALL_REDUCE,
             [(tensor,) for tensor in _listed(tensors)],
             lambda tensor, is_async: calls.all_reduce(
                 self.span_group, tensor, opts.reduceOp, is_async
@@ -97,8 +99,9 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
             outputs, inputs = [outputs], [inputs]
         return self._each(
             "all_gather",
-            list(zip(inputs, outputs, strict=True)),
-            lambda piece, out, is_async: calls.all_gather(self.span_group, out, piece, is_async),
+            Operation.ALL_GATHER_LIST,
+            list(zip(outputs, inputs, strict=True)),
+            lambda out, piece, is_async: calls.all_gather(self.span_group, out, piece, is_async),
             opts,
             lambda inner: inner.allgather(outputs, inputs, opts),
         )
@@ -110,8 +113,9 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         opts = _options(c10d.AllgatherOptions, opts)
         return self._each(
             "all_gather_into_tensor",
-            [(piece, output)],
-            lambda piece, out, is_async: calls.all_gather_single(
+            Operation.ALL_GATHER,
+            [(output, piece)],
+            lambda out, piece, is_async: calls.all_gather_single(
                 self.span_group, out, piece, is_async
             ),
             opts,
@@ -125,8 +129,9 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         opts = _options(c10d.AllgatherOptions, opts)
         return self._each(
             "all_gather_into_tensor",
-            list(zip(inputs, outputs, strict=True)),
-            lambda piece, out, is_async: calls.all_gather_single(
+            Operation.ALL_GATHER,
+            list(zip(outputs, inputs, strict=True)),
+            lambda out, piece, is_async: calls.all_gather_single(
                 self.span_group, out, piece, is_async
             ),
             opts,
@@ -149,6 +154,7 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
             outputs, inputs = [outputs], [inputs]
         return self._each(
             "reduce_scatter",
+            Operation.REDUCE_SCATTER,
             list(zip(outputs, inputs, strict=True)),
             lambda out, whole, is_async: calls.reduce_scatter(
                 self.span_group, out, whole, opts.reduceOp, is_async
@@ -170,6 +176,7 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         opts = _options(c10d.ReduceScatterOptions, opts, "reduceOp")
         return self._each(
             "reduce_scatter_tensor",
+            Operation.REDUCE_SCATTER,
             list(zip(outputs, inputs, strict=True)),
             lambda out, whole, is_async: calls.reduce_scatter_single(
                 self.span_group, out, whole, opts.reduceOp, is_async
@@ -190,6 +197,7 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         opts = _options(c10d.BroadcastOptions, opts, "rootRank")
         return self._each(
             "broadcast",
+            Operation.BROADCAST,
             [(tensor,) for tensor in _listed(tensors)],
             lambda tensor, is_async: calls.broadcast(
                 self.span_group, tensor, opts.rootRank, is_async
@@ -246,23 +254,50 @@ class SpanProcessGroup(_Base):  # type: ignore[misc]
         inner = self._inner.between(tensors[0].device, peer, sending=False)
         return self._note(inner.recv(tensors, peer, tag))
 
-    def _each(self, operation: str, items: Sequence[Any], call: Any, opts: Any, inner: Any) -> Any:
-        """Make the calls one after another; one work stands for all of them."""
+    def _each(
+        self,
+        name: str,
+        operation: Operation,
+        items: Sequence[Any],
+        call: Any,
+        opts: Any,
+        inner: Any,
+    ) -> Any:
+        """Make the calls one after another; one work stands for all of them.
+
+        Args:
+            name: torch's, to be counted.
+            items: the arguments of each call, the output or the list of outputs first.
+        """
         is_async = getattr(opts, "asyncOp", True)
         works: list[Any] = []
         tensors: list[torch.Tensor] = []
-        for number, item in enumerate(items):
+        if len(items) > 1:
+            self._check_uniform(name, operation, items)
+        for item in items:
+            outputs = _listed(item[0])
             work = call(*item, is_async)
             if work is NotImplemented:
-                assert number == 0, "spans serve all tensors of a call or none"
-                counts.count_delegated(operation)
-                first = item[0]
-                return self._note(inner(self._inner.of(first.device)))
+                counts.count_delegated(name)
+                return self._note(inner(self._inner.of(outputs[0].device)))
             works += [] if work is None else [work]
-            tensors.append(item[0])
+            tensors += outputs
         if not works:
             return self._note(HostWork(tensors, is_done=True))
         return self._note(works[0] if len(works) == 1 else JoinedWork(works))
+
+    def _check_uniform(self, name: str, operation: Operation, items: Sequence[Any]) -> None:
+        """Spans serve all tensors of a call or none: refuse what is neither, before any is made."""
+        first = _listed(items[0][0])[0]
+        for item in items:
+            for tensor in _listed(item[0]):
+                if tensor.layout is not first.layout or tensor.device != first.device:
+                    calls.refuse(self.span_group, operation, first)
+                    raise ValueError(
+                        f"{name}: the tensors of one call must have one layout and be on one "
+                        f"device, not {first.layout} on {first.device} and {tensor.layout} on "
+                        f"{tensor.device}"
+                    )
 
     def _note(self, work: Any) -> Any:
         if self._coalesced is not None and work is not None:

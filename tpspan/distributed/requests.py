@@ -24,6 +24,7 @@ class Operation(enum.IntEnum):
     BROADCAST = 7
     ALL_GATHER_OBJECT = 8
     REDUCE_SCATTER_IN_PLACE = 9
+    ALL_GATHER_SPAN = 10
 
 
 class Reduction(enum.IntEnum):
@@ -77,14 +78,15 @@ def check_reduction(operation: str, reduction: Reduction, dtype: torch.dtype) ->
 
     Raises:
         ValueError: complex numbers have no order, no product here, and no bits.
-        TypeError: floating point numbers have no bits; truth values have no mean.
+        TypeError: floating point numbers have no bits; truth values have no mean, and that of
+            uint64 fits no type that torch could divide.
     """
     if dtype.is_complex and not reduction.is_sum:
         raise ValueError(f"{operation} does not support {reduction.name} on complex tensors")
     if dtype.is_floating_point and reduction in _BITWISE:
         raise TypeError(f"{operation} does not support {reduction.name} on {dtype}")
-    if dtype == torch.bool and reduction == Reduction.AVG:
-        raise TypeError(f"{operation} does not support AVG on torch.bool")
+    if dtype in (torch.bool, torch.uint64) and reduction == Reduction.AVG:
+        raise TypeError(f"{operation} does not support AVG on {dtype}")
 
 
 def words(
@@ -101,7 +103,7 @@ def words(
 
     Args:
         digest: stands for whatever else must agree, such as uneven sizes.
-        buffer: the number of the buffer in which it happens, if it has one.
+        buffer: the number of the buffer or span in which it happens, if it has one.
     """
     code = -1 if dtype is None else _CODES[dtype]
     return (operation, code, nbytes, reduction, root, digest, buffer, 0)
@@ -111,7 +113,7 @@ def describe(request: Sequence[int]) -> str:
     """A request in words for an error."""
     operation, code, nbytes, reduction, root, digest, buffer, _ = request
     if operation == Operation.REFUSED:
-        return "arguments that it refused itself"
+        return f"{Operation(digest).name.lower()} with arguments that it refused itself"
     parts = [Operation(operation).name.lower()]
     if code >= 0:
         parts.append(f"of {nbytes} bytes of {DTYPES[code]}")
@@ -121,8 +123,8 @@ def describe(request: Sequence[int]) -> str:
         parts.append(f"from rank {root}")
     if operation == Operation.ALL_GATHER_LIST:
         parts.append(f"with sizes of digest {digest & 0xFFFFFFFF:08x}")
-    if buffer:
+    if operation == Operation.ALL_GATHER_SPAN:
+        parts.append(f"at offset {digest} of span {buffer}")
+    elif operation in (Operation.ALL_GATHER_IN_PLACE, Operation.REDUCE_SCATTER_IN_PLACE):
         parts.append(f"in buffer {buffer}")
-    elif operation == Operation.ALL_GATHER_IN_PLACE:
-        parts.append(f"at offset {digest} of a span")
     return " ".join(parts)

@@ -10,6 +10,7 @@ import ctypes
 import struct
 import time
 
+from tpspan.distributed.forks import end_in_children
 from tpspan.distributed.requests import NUM_WORDS, describe
 from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
 from tpspan.kernels import host_exchange
@@ -57,8 +58,8 @@ class Steps:
         ]
         self._place_address = ctypes.addressof(self._place)
         self._request = struct.Struct(f"={NUM_WORDS}q")
-        self._broken: PeerError | None = None
-        self._is_closed = False
+        self._ended: PeerError | ClosedError | None = None
+        end_in_children(self)
         self._buffer = 0
         self._parity = 0  # which of a rank's two requests the next step writes
 
@@ -67,13 +68,27 @@ class Steps:
 
         Raises:
             PeerError: an earlier call failed.
-            ClosedError: the world is closed.
+            ClosedError: the world is closed, or this process was forked from its rank.
         """
-        if self._broken is not None:
-            raise PeerError(self._broken.ranks, f"already failed earlier: {self._broken.what}")
-        if self._is_closed:
-            raise ClosedError("the world of this group is closed")
+        if self._ended is not None:
+            self.check()
         self._request.pack_into(self._place, _REQUEST_AT, *request)
+
+    def check(self) -> None:
+        """Refuse what ``ask`` would.
+
+        Raises:
+            PeerError, ClosedError: as ``ask``.
+        """
+        ended = self._ended
+        if isinstance(ended, PeerError):
+            raise PeerError(ended.ranks, f"already failed earlier: {ended.what}")
+        if ended is not None:
+            raise ClosedError(*ended.args)
+
+    def end(self, error: PeerError | ClosedError) -> None:
+        """Let every later call raise the error."""
+        self._ended = error
 
     def next_buffer(self) -> int:
         """Which of the staging buffers the next step that stages something writes, in turn.
@@ -123,7 +138,8 @@ class Steps:
 
     def close(self) -> None:
         """Unmap the pages; every later call raises ``ClosedError``."""
-        self._is_closed = True
+        if not isinstance(self._ended, ClosedError):
+            self.end(ClosedError("the world of this group is closed"))
         self._pages.close()
 
     def _not_at_once(self, parity: int, came: int) -> None:
@@ -143,10 +159,10 @@ class Steps:
                     )
                 came = host_exchange.host_step_again(self._place_address, parity, _SLICE_NS)
         except PeerError as error:
-            self._broken = error
+            self.end(error)
             raise
         except BaseException:  # an interrupt: this rank has left the step
-            self._broken = PeerError([self._place[3]], "it was interrupted in a collective call")
+            self.end(PeerError([self._place[3]], "it was interrupted in a collective call"))
             raise
         if came == DIFFERENT:
             self._buffer = 0

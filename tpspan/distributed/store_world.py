@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
+import weakref
 from dataclasses import replace
 
 import torch
@@ -16,15 +17,55 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tpspan.launch.control import StarControl
 from tpspan.launch.hosts import on_host_of, this_member
-from tpspan.launch.store import StoreChannel
+from tpspan.launch.store import Keys, StoreChannel
 from tpspan.launch.world import Facts, World
 from tpspan.memory.cuda import CudaDriver, cuda_device_count, device_uuid
 from tpspan.memory.driver import Driver
 from tpspan.memory.host import HostDriver
 
 
+class LentStore:
+    """The store of a process group that torch destroys without a word to anybody here.
+
+    It is not kept alive: the rank that serves it stops to serve as soon as torch lets go, so that
+    the next group can be made at once. From then on it is, for a channel, a server that is gone.
+
+    Args:
+        store: as torch's table of groups has it, from which it goes when the group is destroyed.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._of_torch = weakref.ref(store)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """As torch's."""
+        self._lent().set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """As torch's."""
+        return self._lent().get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """As torch's."""
+        return self._lent().check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """As torch's."""
+        return self._lent().add(key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        """As torch's."""
+        return self._lent().delete_key(key)
+
+    def _lent(self) -> Store:
+        store = self._of_torch()
+        if store is None:
+            raise RuntimeError("torch has destroyed the process group")
+        return store
+
+
 def world_over(
-    store: Store, name: str, rank: int, world_size: int, device: torch.device, timeout_s: float
+    store: Keys, name: str, rank: int, world_size: int, device: torch.device, timeout_s: float
 ) -> World:
     """Make a world. Collective over the ranks of the store.
 

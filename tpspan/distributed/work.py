@@ -7,8 +7,10 @@ one after another, and a call that does not ask for a work waits for those befor
 from __future__ import annotations
 
 import contextlib
-import queue
+import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,15 +19,27 @@ import torch
 from torch.distributed import Work
 from torch.futures import Future, collect_all
 
+from tpspan.errors import ClosedError, PeerError
+
 _FOREVER = timedelta(0)
+_LOOK_S = 1.0  # how often who waits looks whether a callback holds the thread up
 
 
 class HostWork(Work):  # type: ignore[misc]
-    """A call that the group's thread carries out, or one that is complete already."""
+    """A call that the group's thread carries out, or one that is complete already.
 
-    def __init__(self, tensors: list[torch.Tensor], *, is_done: bool = False) -> None:
+    Args:
+        tensors: the outputs.
+        worker: what will carry it out; None if it is complete, or about to be.
+        is_done: it is complete.
+    """
+
+    def __init__(
+        self, tensors: list[torch.Tensor], worker: Worker | None = None, *, is_done: bool = False
+    ) -> None:
         super().__init__()
         self._tensors = tensors
+        self._worker = worker
         self._error: BaseException | None = None
         self._future: Any = None
         self._lock = threading.Lock()
@@ -38,10 +52,11 @@ class HostWork(Work):  # type: ignore[misc]
 
         Raises:
             TimeoutError: they were not within the timeout; the call goes on.
+            PeerError: the group's thread is held up by a callback that does not end.
             BaseException: what the call raised.
         """
-        if not self._done.wait(timeout.total_seconds() or None):
-            raise TimeoutError(f"the collective call was not complete within {timeout}")
+        if not self._done.is_set() and self._worker is not None:
+            self._worker.hold(self, timeout)
         if self._error is not None:
             raise self._error
         return True
@@ -76,16 +91,23 @@ class HostWork(Work):  # type: ignore[misc]
                     self._complete()
             return self._future
 
-    def run(self, call: Callable[[], object]) -> None:
-        """Carry the call out, in the thread that is to do it."""
+    def run(self, call: Callable[[], object]) -> bool:
+        """Carry the call out, in the thread that is to do it.
+
+        Returns:
+            Whether somebody has a future of it, which ``tell`` then completes.
+        """
         try:
             call()
         except BaseException as error:
             self._error = error.with_traceback(None)
         with self._lock:
             self._done.set()
-            future = self._future
-        if future is not None:
+            return self._future is not None
+
+    def tell(self) -> None:
+        """Complete the future: its callbacks run here and now."""
+        with contextlib.suppress(Exception):  # of a callback: torch has logged it
             self._complete()
 
     def _complete(self) -> None:
@@ -96,49 +118,134 @@ class HostWork(Work):  # type: ignore[misc]
 
 
 class Worker:
-    """One thread that carries out calls in order; it starts with the first."""
+    """One thread that carries out calls in order; it starts with the first.
 
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[HostWork, Callable[[], object]] | None]
-        self._queue = queue.SimpleQueue()
+    The callbacks of a call's future run in it as well, before the next call, and may make calls:
+    these are carried out at once. So they have the same place in the order on every rank, whether
+    the callback was given before its call was complete, and runs here, or after, and ran there.
+
+    Args:
+        rank: this rank, for errors.
+        timeout_s: how long a callback may hold up those who wait; a call has its own deadline.
+    """
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self._rank, self._timeout_s = rank, timeout_s
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[HostWork, Callable[[], object]]] = deque()
+        self._is_busy = self._is_ending = False
         self._thread: threading.Thread | None = None
-        self._last: HostWork | None = None
+        self._ident = 0  # of the thread
+        self._is_drained = True  # as far as whoever submits knows
+        self._callback_since: float | None = None
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller is a callback that runs in the worker's thread."""
+        return self._ident != 0 and threading.get_ident() == self._ident
+
+    def at_once(
+        self, tensors: list[torch.Tensor], call: Callable[[], object], async_op: bool
+    ) -> HostWork | None:
+        """Carry out a call that a callback makes, in the worker's thread."""
+        self._callback_since = None
+        try:
+            if not async_op:
+                call()
+                return None
+            work = HostWork(tensors)
+            work.run(call)
+            return work
+        finally:
+            self._callback_since = time.monotonic()
 
     def submit(self, tensors: list[torch.Tensor], call: Callable[[], object]) -> HostWork:
         """Carry out a call after all those before; return at once."""
+        work = HostWork(tensors, self)
+        with self._changed:
+            self._waiting.append((work, call))
+            self._is_busy, self._is_drained = True, False
+            self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._serve, name="tpspan-collectives", daemon=True
             )
             self._thread.start()
-        work = HostWork(tensors)
-        self._last = work
-        self._queue.put((work, call))
         return work
 
     def drain(self) -> None:
-        """Hold the caller until all calls are done; what they raised is their works' to tell.
+        """Hold the caller until all calls and their callbacks are done.
 
-        A callback of a future runs in the thread itself and may call on: it waits for nothing.
+        What the calls raised is their works' to tell.
+
+        Raises:
+            PeerError: a callback does not end.
         """
-        last = self._last
-        if last is not None and threading.current_thread() is not self._thread:
-            last._done.wait()
-            if self._last is last:
-                self._last = None
+        if self._is_drained:
+            return
+        with self._changed:
+            while self._is_busy:
+                self._changed.wait(_LOOK_S)
+                self._check()
+            self._is_drained = True
+
+    def hold(self, work: HostWork, timeout: timedelta) -> None:
+        """Hold the caller until a call is complete.
+
+        Raises:
+            TimeoutError: it was not within the timeout, if that is not zero.
+            PeerError: a callback does not end.
+        """
+        if self.is_this_thread():  # a callback waits for a later call: nobody else can make it
+            while self._waiting and not work.is_completed():
+                self._carry_out(*self._waiting.popleft())
+        limit_s = timeout.total_seconds() or math.inf
+        deadline = time.monotonic() + limit_s
+        while not work._done.wait(min(limit_s, _LOOK_S)):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the collective call was not complete within {timeout}")
+            self._check()
 
     def close(self) -> None:
-        """End the thread after the calls that it has."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._queue.put(None)
-            self._thread.join()
+        """End the thread after the calls that it has; one that a callback holds up is left."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        if self._thread is not None and not self.is_this_thread():
+            with contextlib.suppress(PeerError, ClosedError):
+                while self._thread.is_alive():
+                    self._thread.join(_LOOK_S)
+                    self._check()
+
+    def _check(self) -> None:
+        since = self._callback_since
+        if since is not None and time.monotonic() > since + self._timeout_s:
+            raise PeerError(
+                [self._rank], f"a callback of a future did not end within {self._timeout_s:g} s"
+            )
+        if self._thread is not None and not self._thread.is_alive() and self._waiting:
+            raise ClosedError("the thread that makes this call has ended, as in a forked process")
 
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, call = item
-            with contextlib.suppress(Exception):  # of a callback: torch has logged it
-                work.run(call)
-            del item, work, call  # an idle thread keeps no tensor
+        self._ident = threading.get_ident()
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._is_busy = False
+                    self._changed.notify_all()
+                    while not self._waiting and not self._is_ending:
+                        self._changed.wait()
+                if not self._waiting:
+                    return
+                item = self._waiting.popleft()
+            self._carry_out(*item)
+            del item  # an idle thread keeps no tensor
+
+    def _carry_out(self, work: HostWork, call: Callable[[], object]) -> None:
+        outer, self._callback_since = self._callback_since, None
+        if work.run(call):
+            self._callback_since = time.monotonic()
+            work.tell()
+        self._callback_since = outer and time.monotonic()
 
 
 class StreamWork(Work):  # type: ignore[misc]

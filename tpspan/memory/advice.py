@@ -15,6 +15,10 @@ _BY_CALL = {
     ("cuMemMap", "CUDA_ERROR_INVALID_VALUE"): (
         "A block is mapped whole, into reserved addresses where nothing is mapped yet"
     ),
+    ("mremap", "CUDA_ERROR_INVALID_VALUE"): (
+        "Two different blocks of one size trade places: give the addresses and the size of their "
+        "map calls"
+    ),
     ("cuMemAddressFree", "CUDA_ERROR_INVALID_VALUE"): (
         "A reservation is freed whole, after everything in it was unmapped"
     ),

@@ -229,6 +229,9 @@ class CudaDriver:
             right=right.value,
         )
 
+    def exchange(self, first: int, second: int, nbytes: int) -> bool:
+        return False
+
     def export_fd(self, handle: int) -> int:
         self._live("cuMemExportToShareableHandle", handle)
         result = cu.cuMemExportToShareableHandle(handle, _POSIX, 0)

@@ -68,6 +68,13 @@ class Driver(Protocol):
     def protect(self, address: int, nbytes: int, right: Right) -> None:
         """Set the right of a range of whole mappings that follow each other without a gap."""
 
+    def exchange(self, first: int, second: int, nbytes: int) -> bool:
+        """Let two whole mappings of one size trade memory and rights, page tables included.
+
+        Returns:
+            False, and nothing is done, where there is no quicker way than to unmap and map.
+        """
+
     def export_fd(self, handle: int) -> int:
         """Return a new file descriptor for the memory; the caller closes it."""
 

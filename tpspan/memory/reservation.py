@@ -134,6 +134,22 @@ class Reservation:
                 mapping._right = right
                 at += mapping.nbytes
 
+    def exchange(self, first: Mapping, second: Mapping) -> bool:
+        """Let two mappings of one size trade their blocks, and their rights.
+
+        Returns:
+            False, and nothing was done, if the driver has no quick way to do that.
+
+        Raises:
+            DriverError: the sizes differ, or the driver refused.
+        """
+        with ADDRESS_SPACE_LOCK:
+            if not self.driver.exchange(first.address, second.address, first.nbytes):
+                return False
+            first.block, second.block = second.block, first.block
+            first._right, second._right = second._right, first._right
+        return True
+
     def close(self) -> None:
         """Give the addresses back; once is enough, twice does nothing.
 

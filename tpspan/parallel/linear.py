@@ -36,7 +36,9 @@ class GatheredLinear(nn.Module):
     converts both. There is no second derivative.
 
     ``state_dict`` has this rank's rows; ``load_state_dict`` takes these or the whole weight. To
-    save the whole, use ``gathered``. Copies and pickles are refused.
+    save the whole, use ``gathered``. Copies and pickles are refused, and so is what takes the rows
+    out of the span: another dtype or device, ``to_empty`` and ``share_memory``, and a forward pass
+    with another weight in their place (``functional_call``, pruning, ``weight.data = ...``).
 
     Collective: construction and ``close``.
 
@@ -89,6 +91,7 @@ class GatheredLinear(nn.Module):
         self.span = span
         self.reader = Reader(SharedWeight(span, shape, dtype), read)
         self.weight = nn.Parameter(span.local)
+        self._weight_address = self.weight.data_ptr()
         empty = torch.empty(out_features, dtype=dtype, device=span.world.device) if bias else None
         self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
         self.reset_parameters(weight=self._owns_span)
@@ -143,8 +146,10 @@ class GatheredLinear(nn.Module):
 
         Raises:
             ClosedError: after ``close``.
+            RuntimeError: as ``forward``.
         """
         self._check_open()
+        self._check_in_span()
         return self.reader.weight.in_place()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,8 +159,10 @@ class GatheredLinear(nn.Module):
             ClosedError: after ``close``.
             TypeError: the dtypes differ and no autocast is active.
             ValueError: x has other features, or lies on another device.
+            RuntimeError: ``weight`` was replaced: it is not this rank's rows of the span any more.
         """
         self._check_open()
+        self._check_in_span()
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x must be (*, {self.in_features}), not {tuple(x.shape)}")
         if x.device != self.weight.device:
@@ -186,13 +193,21 @@ class GatheredLinear(nn.Module):
 
         Raises:
             InUseError: tensors over the span, such as ``gathered``, are still alive: drop them and
-                close again.
+                close again. The layer is as it was.
+            PeerError: the same on another rank.
         """
         if self._closed:
             return
+        was_in_span = self._is_in_span()
+        # Before the span closes, which asks whether tensors over it live: the weight is one.
         self.weight.data = self.weight.detach().clone()
-        if self._owns_span:
-            self.span.close()
+        try:
+            if self._owns_span:
+                self.span.close()
+        except BaseException:
+            if was_in_span and not self.span.is_closed:
+                self.weight.data = self.span.local
+            raise
         self._closed = True
 
     def extra_repr(self) -> str:
@@ -219,13 +234,33 @@ class GatheredLinear(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         if not self._closed:
             with torch.no_grad():
-                probe = fn(self.weight.new_empty(0))
-            if (probe.dtype, probe.device) != (self.weight.dtype, self.weight.device):
+                probe = self.weight.new_empty(1)
+                address, became = probe.data_ptr(), fn(probe)
+            if (became.dtype, became.device) != (self.weight.dtype, self.weight.device):
                 raise TypeError(
                     f"the weight lies in a span of {self.weight.dtype} on {self.weight.device} and "
-                    f"cannot become {probe.dtype} on {probe.device}: make another layer"
+                    f"cannot become {became.dtype} on {became.device}: make another layer"
+                )
+            if became.data_ptr() != address:
+                raise TypeError(
+                    "the weight lies in a span and cannot be moved to other memory, as to_empty "
+                    "and share_memory do; the span is shared by all ranks already"
                 )
         return super()._apply(fn, recurse)
+
+    def _check_in_span(self) -> None:
+        if not self._is_in_span():
+            raise RuntimeError(
+                "the weight of this GatheredLinear was replaced by one that no other rank can see, "
+                "as functional_call, pruning, parametrizations and `weight.data = ...` do. Write "
+                "new values into it: `weight.copy_(rows)` under torch.no_grad(), or load_state_dict"
+            )
+
+    def _is_in_span(self) -> bool:
+        try:
+            return self.weight.data_ptr() == self._weight_address
+        except RuntimeError:  # torch.func put a tensor without memory in its place
+            return False
 
     def _check_open(self) -> None:
         if self._closed or self.span.is_closed:

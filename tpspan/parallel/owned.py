@@ -6,6 +6,7 @@ rank holds a whole gradient longer than that takes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import nn
 import tpspan.distributed as dist
 from tpspan.parallel.shared import Entry, find_shared
 from tpspan.spans.span import Span
+
+# Their hooks hold them as long as the parameters live.
+_in_use: weakref.WeakSet[OwnedParameters] = weakref.WeakSet()
 
 
 def owned_parameters(model: nn.Module) -> OwnedParameters:
@@ -38,7 +42,8 @@ def owned_parameters(model: nn.Module) -> OwnedParameters:
     gradient, are left alone.
 
     Raises:
-        ValueError: no parameter that needs a gradient is shared.
+        ValueError: no parameter that needs a gradient is shared; or some are in the pieces of an
+            earlier call, which has not been followed by ``remove``.
     """
     return OwnedParameters(model)
 
@@ -51,7 +56,14 @@ class OwnedParameters:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if any(id(parameter) in each._hooked for each in _in_use):
+                raise ValueError(
+                    f"{name!r} is in the pieces of an earlier owned_parameters, and a gradient "
+                    "goes to one set of pieces only: use that one, or call its remove() first"
+                )
         self._handles: list[Any] = []
+        self._hooked: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self._by_entry: dict[Entry, list[nn.Parameter]] = {}
         spans: list[Span] = []
         for parameter in model.parameters():
@@ -71,9 +83,11 @@ class OwnedParameters:
                 self._reduce(tensor, span, entry)
 
             self._handles.append(parameter.register_post_accumulate_grad_hook(reduce))
+            self._hooked[id(parameter)] = parameter
         if not spans:
             raise ValueError("no parameter to train is shared: call share_parameters first")
         self._span = spans[0]
+        _in_use.add(self)
 
     @property
     def pieces(self) -> list[nn.Parameter]:
@@ -92,12 +106,22 @@ class OwnedParameters:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooked.clear()
         self._by_entry.clear()
 
     def _reduce(self, parameter: torch.Tensor, span: Span, entry: Entry) -> None:
-        """Collective. Add the sum of the ranks' gradients to the pieces; drop the whole one."""
+        """Collective. Add the sum of the ranks' gradients to the pieces; drop the whole one.
+
+        Raises:
+            TypeError: the gradient is sparse; nothing was done.
+        """
         gradient = parameter.grad
         assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise TypeError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and "
+                "owned_parameters adds up dense ones: make its layer with sparse=False"
+            )
         parameter.grad = None
         world = span.world
         dense = gradient

@@ -88,6 +88,10 @@ class OpenSpan(Protocol):
     """What ``OpenSpans`` knows of a span."""
 
     @property
+    def number(self) -> int:
+        """How many spans of its world were allocated before it, the same on all ranks."""
+
+    @property
     def is_closed(self) -> bool:
         """Whether it has been closed; what follows is for those that have not."""
 
@@ -165,7 +169,7 @@ def allocate_parts(
         def create() -> tuple[PlanT, list[Block], Table]:
             planned = plan()
             layout: Layout = planned[0]
-            own = [_take(pool, run.nbytes, undo) for run in layout.runs_of(world.rank)]
+            own = [take_block(pool, run.nbytes, undo) for run in layout.runs_of(world.rank)]
             table = Table(world.driver, max(layout.span_nbytes, layout.page_nbytes))
             undo.callback(table.close)
             return planned, own, table
@@ -176,7 +180,7 @@ def allocate_parts(
         sizes: list[list[int]] = [[] for _ in range(world.world_size)]
         for run in layout.runs:
             sizes[run.owner].append(run.nbytes)
-        by_rank = _exchange(board, world.driver, own, sizes, undo, timeout_s)
+        by_rank = exchange_blocks(board, world.driver, own, sizes, undo, timeout_s)
         clock.append(time.perf_counter())
 
         undo.callback(table.close)  # again: before the blocks that it will map by then
@@ -212,11 +216,11 @@ def new_span_block(world: World, parts: Parts, owner: int, nbytes: int) -> SpanB
                 raise ValueError(f"there is no rank {owner} in a world of {world.world_size}")
             if nbytes <= 0 or nbytes % page_nbytes:
                 raise ValueError(f"{nbytes} bytes are not whole pages of {page_nbytes} bytes")
-            return [_take(parts.pool, nbytes, undo)] if owner == world.rank else []
+            return [take_block(parts.pool, nbytes, undo)] if owner == world.rank else []
 
         own = board.begin("Span.new_block", (parts.number, owner, nbytes), create)
         sizes = [[nbytes] if rank == owner else [] for rank in range(world.world_size)]
-        by_rank = _exchange(board, world.driver, own, sizes, undo, None)
+        by_rank = exchange_blocks(board, world.driver, own, sizes, undo, None)
         undo.pop_all()
     number = 1 + max((block.number for block in parts.blocks), default=-1)
     block = SpanBlock(number, owner, by_rank[owner][0])
@@ -224,7 +228,7 @@ def new_span_block(world: World, parts: Parts, owner: int, nbytes: int) -> SpanB
     return block
 
 
-def _exchange(
+def exchange_blocks(
     board: Board,
     driver: Driver,
     own: list[Block],
@@ -232,6 +236,8 @@ def _exchange(
     undo: contextlib.ExitStack,
     timeout_s: float | None,
 ) -> list[list[Block]]:
+    """Give every rank's blocks to every rank; ``undo`` closes what was imported. Collective."""
+
     def exchange() -> list[list[Block]]:
         by_rank = board.exchange.all_gather(driver, own, sizes, timeout_s=timeout_s)
         for rank, blocks in enumerate(by_rank):
@@ -243,7 +249,8 @@ def _exchange(
     return board.together("exchanging blocks", exchange, timeout_s=timeout_s)
 
 
-def _take(pool: BlockPool, nbytes: int, undo: contextlib.ExitStack) -> Block:
+def take_block(pool: BlockPool, nbytes: int, undo: contextlib.ExitStack) -> Block:
+    """Take a block from a pool; ``undo`` closes it."""
     block = pool.take(nbytes)
     undo.callback(block.close)
     return block

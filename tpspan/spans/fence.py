@@ -4,21 +4,52 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
 from tpspan.errors import CaptureError, PeerError
-from tpspan.launch.world import World
-from tpspan.spans.signals import Signals
+from tpspan.memory import Driver
 
 _SPIN_S = 100e-6
 _NAP_S = 20e-6
 
 
+class Place(Protocol):
+    """What a fence needs to know of the rank that it stands on; a ``World`` is one."""
+
+    @property
+    def backend(self) -> str:
+        """``cuda`` or ``host``."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose streams are noted."""
+
+    @property
+    def driver(self) -> Driver:
+        """Of that device."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def timeout_s(self) -> float:
+        """The deadline where a call gives none."""
+
+
+class Waits(Protocol):
+    """Knows whether a wait on a stream failed; ``Signals`` do."""
+
+    def check(self) -> None:
+        """Raise what a wait on a stream ran into."""
+
+
 class StreamsInUse:
     """The streams of this rank that use a span, as far as it has been told. Empty without a GPU."""
 
-    def __init__(self, world: World, signals: Signals) -> None:
+    def __init__(self, world: Place, signals: Waits) -> None:
         self._world = world
         self._signals = signals
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -38,7 +69,7 @@ class StreamsInUse:
 
     def refuse_capture(self) -> None:
         """Raise ``CaptureError`` if one of the streams is being captured (invariant 7)."""
-        for handle in self._streams:
+        for handle in tuple(self._streams):  # a helper thread asks, too
             if self._world.driver.is_capturing(handle):
                 raise CaptureError(
                     "a stream that uses this span is being captured into a graph: change mappings "
@@ -67,8 +98,8 @@ class Fence:
         self,
         of: StreamsInUse,
         streams: Iterable[torch.cuda.Stream],
-        signals: Signals,
-        world: World,
+        signals: Waits,
+        world: Place,
     ) -> None:
         self.of = of
         self._signals = signals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from tpspan import kernels
 from tpspan.errors import PeerError
@@ -12,6 +12,8 @@ from tpspan.spans.exchange import Exchange
 from tpspan.spans.pages import Pages
 
 _LOOK_FOR_DEAD_S = 0.2
+_ENDED = "left the world, or ended"
+_SAME_CALLS = "all ranks must make the same collective calls in the same order"
 
 
 class HostOps:
@@ -77,6 +79,53 @@ class HostOps:
             timeout_s,
         )
 
+    def has_come(self, slot: int, peer: int, count: int) -> bool:
+        """Whether the peer has posted at least ``count`` times on the slot."""
+        counter = self._pages.counter(slot, self._rank, peer)
+        return kernels.has_arrived(ctypes.c_uint32.from_address(counter).value, count)
+
+    def wait_for(
+        self,
+        slot: int,
+        peer: int,
+        count: int,
+        *,
+        timeout_s: float | None = None,
+        what: str = _SAME_CALLS,
+    ) -> None:
+        """Wait until the peer has posted ``count`` times on the slot, however often one waits.
+
+        A failed wait changes nothing: it may be made again.
+
+        Args:
+            what: ends the sentence that says that it did not come in time.
+
+        Raises:
+            PeerError: as ``wait``.
+        """
+        expected = self._count("expected", slot, peer)
+        expected.value = count - 1  # the wait counts on by one
+        address = ctypes.addressof(expected)
+        counter = self._pages.counter(slot, self._rank, peer)
+        self._until(
+            lambda left_s: kernels.host_wait(
+                counter, address, left_s, peer=peer, num_cores=self.num_cores
+            ),
+            expected,
+            timeout_s,
+            what,
+        )
+
+    def check_alive(self, peers: Collection[int]) -> None:
+        """Refuse to go on without peers whose process has ended.
+
+        Raises:
+            PeerError: names them.
+        """
+        dead = set(self._exchange.dead_peers()) & set(peers)
+        if dead:
+            raise PeerError(dead, _ENDED)
+
     def missing(self) -> tuple[int, ...]:
         return self._missing
 
@@ -88,6 +137,7 @@ class HostOps:
         attempt: Callable[[float], tuple[int, ...]],
         count: ctypes.c_uint32,
         timeout_s: float | None,
+        what: str = _SAME_CALLS,
     ) -> None:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
@@ -100,14 +150,10 @@ class HostOps:
             dead = set(self._exchange.dead_peers()) & set(missing)
             if dead:
                 self._missing = tuple(sorted(dead))
-                raise PeerError(dead, "left the world, or ended")
+                raise PeerError(dead, _ENDED)
             if time.monotonic() >= deadline:
                 self._missing = missing
-                raise PeerError(
-                    missing,
-                    f"did not come within {timeout_s:g} s; all ranks must make the same "
-                    "collective calls in the same order",
-                )
+                raise PeerError(missing, f"did not come within {timeout_s:g} s; {what}")
 
     def _count(self, kind: str, slot: int, peer: int) -> ctypes.c_uint32:
         return self._counts.setdefault((kind, slot, peer), ctypes.c_uint32())

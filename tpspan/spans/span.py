@@ -372,6 +372,11 @@ class Span:
         )
 
     @property
+    def number(self) -> int:
+        """How many spans of its world were allocated before it, the same on all ranks."""
+        return self._unclosed().number
+
+    @property
     def is_closed(self) -> bool:
         """Whether the span has been closed."""
         return self._parts is None

@@ -126,6 +126,25 @@ class Table:
             raise
         return undo
 
+    def exchange(self, first: int, second: int) -> None:
+        """Let two offsets with the same right trade their blocks; otherwise as ``replace``."""
+        if first == second:
+            return
+        (a, mapping_a), (b, mapping_b) = self._placed[first], self._placed[second]
+        if not self.reservation.exchange(mapping_a, mapping_b):
+            self.replace([(first, b), (second, a)])
+            return
+        self._placed[first], self._placed[second] = (b, mapping_a), (a, mapping_b)
+        self._offsets[a], self._offsets[b] = second, first
+
+    def offset_of(self, block: SpanBlock) -> int:
+        """Where a block is mapped.
+
+        Raises:
+            KeyError: it is not.
+        """
+        return self._offsets[block]
+
     def restore(self, undo: Sequence[tuple[int, SpanBlock]]) -> None:
         """Take a change back that failed elsewhere; if that is refused, the table is broken."""
         try:

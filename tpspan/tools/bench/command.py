@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from tpspan.launch.environment import detect
 from tpspan.launch.run import LAUNCHERS, run
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp", ".eps")
 DEFAULT_RANKS = 2
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv")
 MODULE = "tpspan.tools.bench.command"
 
 
@@ -31,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     if options.which == "span" and options.plot and not options.scaling:
         parser().error("--plot shows what --scaling measures: give both")
-    for name in ("plot", "profile"):
+    for name in ("plot", "profile", "timeline"):
         if getattr(options, name, None) and importlib.util.find_spec("matplotlib") is None:
             parser().error(f"--{name} needs matplotlib: pip install matplotlib")
     try:
@@ -79,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N,N,...",
         help="blocks per rank for --scaling (default 1,4,16,64,256,1000)",
     )
-    add("--plot", type=_writable, metavar="FILE.png", help="plot --scaling; needs matplotlib")
+    add("--plot", type=_picture, metavar="FILE.png", help="plot --scaling; needs matplotlib")
     _add_sweep(
         which.add_parser(
             "gather",
@@ -113,6 +116,14 @@ def parser() -> argparse.ArgumentParser:
             "Check that the losses agree, then compare the time of a step and the peak memory.",
         )
     )
+    _add_pipeline(
+        which.add_parser(
+            "pipeline",
+            help="handing activations from stage to stage, against a copy and gloo or NCCL",
+            description="Check the values, then measure hand-overs alone and behind the matrix "
+            "product that makes them: in windows, by remaps, by a copy, and by send and recv.",
+        )
+    )
     return top
 
 
@@ -142,7 +153,7 @@ def _add_sweep(bench: argparse.ArgumentParser) -> None:
         help="default 1KiB to 256MiB, on CUDA to 2GiB, in steps of 4 x",
     )
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--plot", type=_writable, metavar="FILE.png", help="draw the table; needs matplotlib")
+    add("--plot", type=_picture, metavar="FILE.png", help="draw the table; needs matplotlib")
 
 
 def _add_gather_matmul(bench: argparse.ArgumentParser) -> None:
@@ -168,10 +179,10 @@ def _add_gather_matmul(bench: argparse.ArgumentParser) -> None:
         help="default float32, on CUDA bfloat16",
     )
     add("--layout", choices=("blocked", "striped"), default="blocked", help="of W in its span")
-    add("--plot", type=_writable, metavar="FILE.png", help="draw the table; needs matplotlib")
+    add("--plot", type=_picture, metavar="FILE.png", help="draw the table; needs matplotlib")
     add(
         "--profile",
-        type=_writable,
+        type=_picture,
         metavar="FILE.png",
         help="on CUDA, draw when a staged product copies and when it multiplies; needs matplotlib",
     )
@@ -185,7 +196,42 @@ def _add_fsdp(bench: argparse.ArgumentParser) -> None:
     for name, default in sizes.items():
         add(f"--{name}", type=_positive, default=default, metavar="N", help=f"default {default}")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--plot", type=_writable, metavar="FILE.png", help="draw both; needs matplotlib")
+    add("--plot", type=_picture, metavar="FILE.png", help="draw both; needs matplotlib")
+
+
+def _add_pipeline(bench: argparse.ArgumentParser) -> None:
+    """What is handed over."""
+    _add_common(bench)
+    add = bench.add_argument
+    add(
+        "--sizes",
+        type=_sizes,
+        metavar="BYTES,BYTES,...",
+        help="default 1MiB to 256MiB, on CUDA to 1GiB, in steps of 4 x",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default float32, on CUDA bfloat16",
+    )
+    add("--depth", type=_positive, default=2, metavar="N", help="blocks of a channel (default 2)")
+    add("--plot", type=_picture, metavar="FILE.png", help="draw the table; needs matplotlib")
+    add(
+        "--schedules",
+        type=_schedules,
+        metavar="NAME,NAME,...",
+        help="instead train a transformer in stages, torch's and ours, under these schedules: "
+        f"{', '.join(SCHEDULES)}, or all",
+    )
+    sizes = {"layers": 12, "hidden": 128, "seq": 128, "batch": 1, "microbatches": 8, "steps": 10}
+    for name, default in sizes.items():
+        add(f"--{name}", type=_positive, default=default, metavar="N", help=f"default {default}")
+    add(
+        "--timeline",
+        type=_picture,
+        metavar="FILE.png",
+        help="with --schedules, draw a step of each stage; needs matplotlib",
+    )
 
 
 def num_bytes(text: str) -> int:
@@ -205,6 +251,14 @@ def _sizes(text: str) -> tuple[int, ...]:
     if 0 in sizes:
         raise argparse.ArgumentTypeError("0 bytes take no time")
     return sizes
+
+
+def _schedules(text: str) -> tuple[str, ...]:
+    names = SCHEDULES if text == "all" else tuple(text.split(","))
+    unknown = [name for name in names if name not in SCHEDULES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(SCHEDULES)}")
+    return names
 
 
 def _rows(text: str) -> tuple[int, ...]:
@@ -227,8 +281,23 @@ def _counts(text: str) -> tuple[int, ...]:
 def _writable(text: str) -> Path:
     """A file that can be written: said before the measuring, not after it."""
     path = Path(text)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    try:
+        # By trying: rights say nothing of file systems that take no files, such as /proc.
+        with tempfile.TemporaryFile(dir=path.parent):
+            # A finished file takes the place of what was there, which must not be a device.
+            refused = path.exists() and not (path.is_file() and os.access(path, os.W_OK))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written ({error})") from None
+    if refused:
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
+
+
+def _picture(text: str) -> Path:
+    """A file that can be written, and that matplotlib knows how to draw."""
+    path = _writable(text)
+    if path.suffix.lower() not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text} does not end in one of {', '.join(_PICTURES)}")
     return path
 
 

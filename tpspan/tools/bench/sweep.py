@@ -18,7 +18,8 @@ from tpspan.tools.bench.allocating import shown
 from tpspan.tools.bench.measuring import Bench, Figure
 from tpspan.tools.bench.values import WrongValues
 
-Role = Literal["ours", "in place", "peer", "barrier", "floor"]
+# A variant is another way of ours, which no ratio is made of here.
+Role = Literal["ours", "in place", "variant", "peer", "barrier", "floor"]
 
 # bf16 holds all integers up to this: what is added up stays exact in every order.
 _EXACT = 256

@@ -1,0 +1,156 @@
+"""A turn that one side of a channel holds: tensors in its block until it is released."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+
+from tpspan.errors import ClosedError
+from tpspan.parallel.packing import Packing, Placed, Spec
+
+
+class Holder(Protocol):
+    """What a slot asks of its channel."""
+
+    block_nbytes: int
+
+    def place(self, slot: Slot, placed: Placed) -> torch.Tensor:
+        """A tensor in the slot's block."""
+
+    def header(self, slot: Slot, *, wait: bool) -> tuple[Spec, ...] | None:
+        """What the producer packed; None if that is not known yet."""
+
+    def finish(self, slot: Slot) -> None:
+        """Hand the block over, or give it back."""
+
+    def put_back(self, slot: Slot) -> None:
+        """Forget that the slot was taken; nothing is handed over."""
+
+
+class Slot:
+    """A block of a ``Handoff``, for one turn; made by ``produce`` and ``consume``.
+
+    A ``with`` block releases it at its end. If a producer's block ends by an exception nothing is
+    handed over, and the next ``produce`` begins the turn anew.
+
+    Attributes:
+        turn: its number, from 0, the same on both sides.
+        is_producer: whether it is to be written.
+    """
+
+    __slots__ = ("_holder", "_packing", "is_producer", "is_released", "turn")
+
+    def __init__(self, holder: Holder, turn: int, is_producer: bool) -> None:
+        self.turn = turn
+        self.is_producer = is_producer
+        self.is_released = False
+        self._holder = holder
+        self._packing = Packing(holder.block_nbytes)
+
+    @property
+    def specs(self) -> list[Spec]:
+        """Shape and dtype of the tensors so far."""
+        return self._packing.specs
+
+    @property
+    def used_nbytes(self) -> int:
+        """Where the last tensor ends."""
+        return self._packing.end_bytes
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor in the block; the content is the producer's, or undefined before it.
+
+        Each begins at a multiple of 256 bytes. The consumer asks in the producer's order, for as
+        many bytes each; the shape may be another. On CUDA use it on the stream that was current
+        when the slot was taken, or behind it. It may be used until the slot is released: save no
+        such tensor for a backward pass that comes later.
+
+        Raises:
+            ValueError: it does not fit into the block, or is not what the producer packed.
+            TypeError: a dtype that cannot be handed over.
+            ClosedError: the slot was released.
+        """
+        self._check_held()
+        placed = self._packing.place(shape, dtype)
+        if not self.is_producer:
+            self._compare(placed)
+        return self._holder.place(self, placed)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that the producer packed, as it was.
+
+        Waits on the host until the producer's host has released its slot, never for its device.
+
+        Raises:
+            ValueError: this is the producer's side.
+            PeerError: the producer is dead or late.
+            ClosedError: the slot was released.
+        """
+        self._check_held()
+        if self.is_producer:
+            raise ValueError("the producer knows what it packed: ask the consumer's slot")
+        packing = Packing(self._holder.block_nbytes)
+        specs = self._holder.header(self, wait=True) or ()
+        return tuple(self._holder.place(self, packing.place(*spec)) for spec in specs)
+
+    def release(self) -> None:
+        """Hand the block over (producer) or give it back (consumer); once is enough.
+
+        On CUDA everything before on the current stream comes first; the host does not wait.
+
+        Raises:
+            CaptureError: a stream that uses it is being captured; the slot stays held.
+            PeerError: an earlier wait of a stream ran out of time.
+        """
+        if not self.is_released:
+            self._holder.finish(self)
+            self.is_released = True
+
+    def _compare(self, placed: Placed) -> None:
+        specs = self._holder.header(self, wait=False)
+        index = len(self._packing.specs) - 1
+        if specs is None:  # not known yet on CUDA, where the host may be ahead
+            return
+        if index < len(specs) and specs[index] == (placed.shape, placed.dtype):
+            return  # those before have been compared
+        given = None
+        if index < len(specs):
+            packing = Packing(self._holder.block_nbytes)
+            given = [packing.place(*spec) for spec in specs[: index + 1]][-1]
+        if given is None or (given.offset_bytes, given.nbytes) != (
+            placed.offset_bytes,
+            placed.nbytes,
+        ):
+            packed = ", ".join(f"{shape} {dtype}" for shape, dtype in specs) or "nothing"
+            raise ValueError(
+                f"tensor {index} of turn {self.turn} was asked for as {placed.shape} "
+                f"{placed.dtype}, but the producer packed: {packed}"
+            )
+
+    def _check_held(self) -> None:
+        if self.is_released:
+            raise ClosedError(f"the slot of turn {self.turn} was released")
+
+    def __enter__(self) -> Self:
+        self._check_held()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or not self.is_producer:
+            self.release()
+        elif not self.is_released:
+            self._holder.put_back(self)
+            self.is_released = True
+
+    def __repr__(self) -> str:
+        side = "producer" if self.is_producer else "consumer"
+        state = ", released" if self.is_released else ""
+        return f"<Slot of turn {self.turn}, {side}{state}>"

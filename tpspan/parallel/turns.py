@@ -1,0 +1,182 @@
+"""How the two sides of a channel wait for each other, turn by turn.
+
+The hosts always tell each other: counters in shared host pages, a line for each block and
+direction. Without a GPU that is all there is. With one, streams wait for streams by the signals of
+the link, a slot for each block; or by events, where one process stands on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from tpspan.parallel.ring import Ring
+from tpspan.spans.host_ops import HostOps
+from tpspan.spans.signals import Signals
+
+_GIVEN = "the producer has not handed anything over: is it still coming?"
+_FREED = "no block is free: the consumer has not released any"
+
+
+class Turns(Protocol):
+    """Waiting for turns and finishing them. Ranks are those of the link."""
+
+    def has_come(self, turn: int) -> bool:
+        """Whether the other side's host has got so far that this side may have the turn."""
+
+    def wait(self, turn: int, stream: int, timeout_s: float) -> None:
+        """Hold the stream, or without a GPU the caller, until this side may use the turn.
+
+        Raises:
+            PeerError: a peer is dead or late.
+        """
+
+    def finish(self, turn: int, stream: int) -> None:
+        """Tell the other side that everything before on the stream is done with the turn."""
+
+    def wait_on_host(self, turn: int, timeout_s: float) -> None:
+        """Hold the caller until the other side's host has got so far; streams may still work."""
+
+
+class HostTurns:
+    """``Turns`` by futexes on counters in host pages.
+
+    Args:
+        ops: over the channel's pages.
+        ring: this side's.
+        peers: the other side.
+        is_producer: which side this is.
+    """
+
+    def __init__(
+        self, ops: HostOps, ring: Ring, peers: Sequence[int], *, is_producer: bool
+    ) -> None:
+        self._ops = ops
+        self._ring = ring
+        self._peers = tuple(peers)
+        self._is_producer = is_producer
+        self._what = _FREED if is_producer else _GIVEN
+        # The producer's posts come first among the slots, then the consumers'.
+        self._awaited_from = ring.depth if is_producer else 0
+        self._posted_from = 0 if is_producer else ring.depth
+
+    def _awaited(self, turn: int) -> tuple[int, int]:
+        """The slot and the count of posts that let this side have a turn."""
+        ring = self._ring
+        count = ring.num_freed(turn) if self._is_producer else ring.num_given(turn)
+        return self._awaited_from + ring.block_of(turn), count
+
+    def has_come(self, turn: int) -> bool:
+        slot, count = self._awaited(turn)
+        return not count or all(self._ops.has_come(slot, peer, count) for peer in self._peers)
+
+    def wait(self, turn: int, stream: int, timeout_s: float) -> None:
+        self.wait_on_host(turn, timeout_s)
+
+    def finish(self, turn: int, stream: int) -> None:
+        slot = self._posted_from + self._ring.block_of(turn)
+        for peer in self._peers:
+            self._ops.post(slot, peer)
+
+    def check_alive(self) -> None:
+        """Refuse to go on without the other side.
+
+        Raises:
+            PeerError: one of its processes has ended.
+        """
+        self._ops.check_alive(self._peers)
+
+    def wait_on_host(self, turn: int, timeout_s: float) -> None:
+        slot, count = self._awaited(turn)
+        if not count:
+            return
+        for peer in self._peers:
+            self._ops.wait_for(slot, peer, count, timeout_s=timeout_s, what=self._what)
+
+
+class StreamTurns:
+    """``Turns`` by the signals of streams; the hosts are told that it was launched.
+
+    Args:
+        hosts: the same between the hosts.
+        signals: of the link.
+        slots: of the signals, one for each block.
+    """
+
+    def __init__(
+        self,
+        hosts: HostTurns,
+        signals: Signals,
+        slots: Sequence[int],
+        ring: Ring,
+        peers: Sequence[int],
+        *,
+        is_producer: bool,
+    ) -> None:
+        self._hosts = hosts
+        self._signals = signals
+        self._slots = tuple(slots)
+        self._ring = ring
+        self._peers = tuple(peers)
+        self._is_producer = is_producer
+        self.has_come = hosts.has_come
+        self.wait_on_host = hosts.wait_on_host
+
+    def wait(self, turn: int, stream: int, timeout_s: float) -> None:
+        if self._is_producer and not self._ring.num_freed(turn):
+            self._signals.check()
+            return
+        if not self._hosts.has_come(turn):
+            # A stream would find out at its deadline, and the host be far ahead by then.
+            self._hosts.check_alive()
+        slot = self._slots[self._ring.block_of(turn)]
+        for peer in self._peers:
+            self._signals.wait(slot, peer, stream)
+
+    def finish(self, turn: int, stream: int) -> None:
+        slot = self._slots[self._ring.block_of(turn)]
+        for peer in self._peers:
+            self._signals.post(slot, peer, stream)
+        self._hosts.finish(turn, stream)
+
+
+class EventTurns:
+    """``Turns`` within a process: the hosts' counters say that an event was recorded.
+
+    Args:
+        hosts: between the two sides' threads.
+        own, theirs: events of each block; own ones are recorded here.
+        device: of this side.
+    """
+
+    def __init__(
+        self,
+        hosts: HostTurns,
+        ring: Ring,
+        own: Sequence[torch.cuda.Event],
+        theirs: Sequence[torch.cuda.Event],
+        device: torch.device,
+        *,
+        is_producer: bool,
+    ) -> None:
+        self._hosts = hosts
+        self._ring = ring
+        self._own = tuple(own)
+        self._theirs = tuple(theirs)
+        self._device = device
+        self._is_producer = is_producer
+        self.has_come = hosts.has_come
+        self.wait_on_host = hosts.wait_on_host
+
+    def wait(self, turn: int, stream: int, timeout_s: float) -> None:
+        self._hosts.wait(turn, stream, timeout_s)
+        if not self._is_producer or self._ring.num_freed(turn):
+            event = self._theirs[self._ring.block_of(turn)]
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def finish(self, turn: int, stream: int) -> None:
+        event = self._own[self._ring.block_of(turn)]
+        event.record(torch.cuda.current_stream(self._device))
+        self._hosts.finish(turn, stream)

@@ -1,0 +1,255 @@
+"""``tpspan bench pipeline --schedules`` on one rank: training in stages, torch's and ours.
+
+Both train a transformer from the same weights on the same tokens, step by step in turns; the losses
+of all steps must agree before anything is reported. Memory is watched in runs of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as torch_distributed
+from torch.distributed.pipelining import schedules as _schedules
+
+import tpspan
+from tpspan.launch.world import World
+from tpspan.parallel.pipeline import SpanPipelineStage, fit_rings
+from tpspan.tools.bench import peak, report
+from tpspan.tools.bench.job import in_job
+from tpspan.tools.bench.measuring import Bench
+from tpspan.tools.bench.pipeline_model import loss_of, make_stages, stage_numbers
+from tpspan.tools.bench.pipeline_timeline import (
+    Recorder,
+    Stretch,
+    TimedSpanStage,
+    TimedTorchStage,
+    draw,
+    share_outside,
+)
+from tpspan.tools.bench.transformer import Transformer
+from tpspan.tools.bench.values import WrongValues
+
+SCHEMA = "tpspan-bench-pipeline-schedules/1"
+VOCABULARY = 1024
+_HEAD_WIDTH = 64
+_WATCHED_STEPS = 3
+_WATCHED_RUNS = 4
+_MIB = 1 << 20
+schedules: Any = _schedules
+
+CLASSES: dict[str, type] = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
+    "looped-bfs": schedules.ScheduleLoopedBFS,
+    "interleaved-zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+}
+
+
+@dataclass
+class Contender:
+    """A model in stages, and what was measured of it.
+
+    Attributes:
+        name: for people.
+        stages, schedule, optimizer: of this rank.
+        recorder: notes what the stages do.
+        losses: of every microbatch, on the last stage's rank.
+        step_s: seconds of every step after the first.
+        outside: of each such step the share in which this rank did not compute.
+        last: what it did in the last step.
+    """
+
+    name: str
+    stages: list[Any]
+    schedule: Any
+    optimizer: Any
+    recorder: Recorder
+    losses: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    outside: list[float] = field(default_factory=list)
+    last: list[Stretch] = field(default_factory=list)
+
+
+def run_rank(options: argparse.Namespace, command_line: str) -> int:
+    """Join the job and run this rank's part; returns the exit status, the same on all ranks."""
+    return in_job(options, lambda world: run(world, options, command_line))
+
+
+def run(world: World, options: argparse.Namespace, command_line: str) -> None:
+    """Measure in a world that exists, and report on rank 0. Collective.
+
+    Raises:
+        WrongValues: the two trainings have different losses.
+        LaunchError: there is only one rank.
+    """
+    start = time.perf_counter()
+    if world.world_size == 1:
+        raise tpspan.LaunchError("one rank has nothing to hand over: give --ranks 2 or more")
+    bench = Bench(world, seconds=options.seconds)
+    peer, group = _peer(bench)
+    pictures: dict[str, list[list[Stretch]]] = {}
+    for name in options.schedules:
+        pair = [_build(bench, options, name, ours, group) for ours in (False, True)]
+        for step in range(options.steps + 1):
+            for contender in pair:
+                _step(bench, options, contender, step)
+        _compare(bench, pair)
+        notes = f"losses equal; {bench.crowd}".rstrip("; ")
+        title = f"{name}, {_shape(options)}"
+        names = (f"torch's stage, {peer}", "hand-overs")
+        times = [
+            bench.add_ms(f"a step of {title}", shown, one.step_s, notes)
+            for shown, one in zip(names, pair, strict=True)
+        ]
+        bench.add_ratio(f"a step of {title}", "hand-overs, of torch's", times[1], times[0])
+        for shown, one in zip(names, pair, strict=True):
+            shares = bench.board.all_gather(statistics.median(one.outside))
+            mean = 100 * sum(shares) / len(shares)
+            what = "of a step in which a stage does not compute, averaged over the ranks"
+            bench.add(f"bubble of {title}", shown, "%", [mean], note=what)
+            pictures[f"{name}: {shown}"] = bench.board.all_gather(one.last)
+        for one in pair:
+            _close(one)
+        del pair, one
+        # What malloc gives back in time varies by tens of MiB: the best of a few runs counts.
+        watched = [
+            min(_most(bench, options, name, ours, group) for _ in range(_WATCHED_RUNS))
+            for ours in (False, True)
+        ]
+        how = "torch's reserved memory" if bench.is_cuda else "private memory"
+        how += " and the rings, beyond what was there before the model"
+        memory = [
+            bench.add(f"peak memory of {title}", shown, "MiB", [nbytes / _MIB], note=how)
+            for shown, nbytes in zip(names, watched, strict=True)
+        ]
+        bench.add_ratio(f"peak memory of {title}", "hand-overs, of torch's", memory[1], memory[0])
+    found = report.document(
+        world,
+        bench.figures,
+        None,
+        command_line=command_line,
+        nbytes=options.batch * options.seq * options.hidden * _dtype(options, world).itemsize,
+        seconds=time.perf_counter() - start,
+    )
+    found["schema"] = SCHEMA
+    if world.rank == 0:
+        report.print_table(found, bench.figures, None)
+        if options.json:
+            report.write(found, options.json)
+        if options.timeline:
+            draw(pictures, options.timeline)
+    bench.board.barrier()
+
+
+def _peer(bench: Bench) -> tuple[str, Any]:
+    if not bench.is_cuda:
+        return "gloo", torch_distributed.new_group(backend="gloo")
+    if any(bench.board.all_gather(bench.world.shares_device)):
+        return "gloo through the host", torch_distributed.new_group(backend="tpspan")
+    return "nccl", torch_distributed.new_group(backend="nccl")
+
+
+def _build(
+    bench: Bench, options: argparse.Namespace, name: str, ours: bool, group: Any
+) -> Contender:
+    world = bench.world
+    schedule_class = CLASSES[name]
+    numbers, num_stages = stage_numbers(schedule_class, world.rank, world.world_size)
+    torch.manual_seed(3)
+    heads = max(1, options.hidden // _HEAD_WIDTH)
+    with torch.device(world.device):
+        model = Transformer(options.layers, options.hidden, heads, VOCABULARY)
+        model = model.to(_dtype(options, world))
+    kind = TimedSpanStage if ours else TimedTorchStage
+    stages = make_stages(kind, model, numbers, num_stages, world.device, group=group)
+    del model
+    single = issubclass(schedule_class, schedules.PipelineScheduleSingle)
+    schedule = schedule_class(
+        stages[0] if single else stages, options.microbatches, loss_fn=loss_of
+    )
+    if ours:
+        fit_rings(schedule)
+    recorder = Recorder(world.device)
+    for stage in stages:
+        stage.recorder = recorder
+    parameters = [each for stage in stages for each in stage.submod.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    return Contender(name, stages, schedule, optimizer, recorder)
+
+
+def _step(bench: Bench, options: argparse.Namespace, one: Contender, step: int) -> None:
+    """A step of training; the first, in which channels are made, is not counted. Collective."""
+    device = bench.world.device
+    dice = torch.Generator().manual_seed(step)
+    shape = (options.batch * options.microbatches, options.seq + 1)
+    tokens = torch.randint(VOCABULARY, shape, generator=dice).to(device)
+    losses: list[torch.Tensor] = []
+    given: tuple[torch.Tensor, ...] = ()
+    more: dict[str, Any] = {}
+    if any(stage.is_first for stage in one.stages):
+        given = (tokens[:, :-1].contiguous(),)
+    if any(stage.is_last for stage in one.stages):
+        more = {"target": tokens[:, 1:].contiguous(), "losses": losses}
+    bench.start_together()
+    one.recorder.begin()
+    begin = time.perf_counter()
+    one.schedule.step(*given, return_outputs=False, **more)
+    bench.synchronize()
+    seconds = time.perf_counter() - begin
+    one.last = one.recorder.end()
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+    one.losses += [float(each.detach()) for each in losses]
+    if step:
+        one.step_s.append(seconds)
+        one.outside.append(share_outside(one.last, seconds))
+
+
+def _compare(bench: Bench, pair: list[Contender]) -> None:
+    """On the host to the bit; on a GPU sums may be made in another order.
+
+    Raises:
+        WrongValues: a loss differs; on all ranks.
+    """
+    theirs, ours = (one.losses for one in pair)
+    differences = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(theirs, ours, strict=True)]
+    largest = bench.agree(max(differences, default=0.0))
+    if not largest <= (1e-6 if bench.is_cuda else 0.0):
+        raise WrongValues(f"{pair[0].name}: losses differ by up to {largest:.3g} of their value")
+
+
+def _most(bench: Bench, options: argparse.Namespace, name: str, ours: bool, group: Any) -> int:
+    """The most memory of this rank in a few steps."""
+    peak.release(bench)
+    with peak.watched(bench, True) as found:
+        one = _build(bench, options, name, ours, group)
+        for step in range(_WATCHED_STEPS):
+            _step(bench, options, one, step)
+    rings = sum(stage.ring_nbytes() for stage in one.stages) if ours else 0
+    _close(one)
+    return found[0] + rings
+
+
+def _close(one: Contender) -> None:
+    for stage in one.stages:
+        if isinstance(stage, SpanPipelineStage):
+            stage.close()
+
+
+def _dtype(options: argparse.Namespace, world: World) -> torch.dtype:
+    named: torch.dtype = getattr(
+        torch, options.dtype or ("float32" if world.backend == "host" else "bfloat16")
+    )
+    return named
+
+
+def _shape(options: argparse.Namespace) -> str:
+    rows = f"{options.microbatches} microbatches of {options.batch} x {options.seq}"
+    return f"{options.layers} x {options.hidden}, {rows}"
