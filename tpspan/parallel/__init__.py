@@ -7,10 +7,10 @@
 # substitution and prefetch do the same for whole models; owned hands gradients to the owners.
 # ring and packing are arithmetic of a channel; turns and headers are what its two sides tell each
 # other; side, link and handoff_parts are what it is made of; handoff_mapped and handoff_send carry;
-# slot and handoff are what a program sees. pipeline_order and pipeline_cut are arithmetic, out_forms
-# and pipeline_output write outputs where they belong, pipeline_crossing and pipeline_boundary move
-# them, torch_stages knows torch's releases, pipeline is the stage; model_parts, layer_costs and split
-# cut a model for it.
+# slot and handoff are what a program sees. pipeline_order and pipeline_cut are arithmetic;
+# out_forms and pipeline_output let outputs be written where they belong, pipeline_crossing and
+# pipeline_boundary move them, torch_stages knows torch's releases, and pipeline is the stage;
+# model_parts, layer_costs and split cut a model into stages.
 
 from tpspan.parallel.handoff import Handoff
 from tpspan.parallel.handoff_arguments import HandoffStats
