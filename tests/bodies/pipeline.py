@@ -55,6 +55,7 @@ def train(
     /,
     *,
     num_steps: int = 20,
+    num_layers: int = LAYERS,
     hidden: int = 16,
     seq: int = 8,
     batch: int = 1,
@@ -72,7 +73,7 @@ def train(
     schedule_class = getattr(schedules, name)
     numbers, num_stages = stage_numbers(schedule_class, rank, size)
     torch.manual_seed(3)
-    model = Transformer(LAYERS, hidden, 2, VOCABULARY).to(world.device)
+    model = Transformer(num_layers, hidden, 2, VOCABULARY).to(world.device)
     number_of = num_microbatches or 2 * size
     stages = make_stages(
         kind, model, numbers, num_stages, world.device, group=group, wrap=wrap, **options
@@ -138,7 +139,8 @@ def given_back(world: World) -> None:
 def without_more_memory(world: World) -> None:
     """Private memory at its most, and for our stage its rings, which are not private."""
     bench = Bench(world, seconds=0.1)
-    sizes: dict[str, Any] = {"hidden": 128, "seq": 512, "batch": 4, "num_microbatches": 8}
+    # an activation of 2 MiB, a page
+    sizes: dict[str, Any] = {"num_layers": 3, "seq": 16, "batch": 2048, "num_microbatches": 8}
     most: dict[type, int] = {}
     with process_group(world, backend_of(world)):
         for kind in (PipelineStage, SpanPipelineStage):
