@@ -109,9 +109,17 @@ def train(
 
 def trained_alike(world: World, name: str, num_steps: int = 20, fitted: bool = True) -> None:
     with process_group(world, backend_of(world)):
-        theirs, _ = train(world, PipelineStage, name, num_steps=num_steps)
+        # Older releases send from a rank to itself to begin with in V-shaped schedules, which gloo
+        # cannot. The same stages, placed otherwise, have the same losses, on another rank.
+        other = name
+        if name == "ScheduleZBVZeroBubble" and not hasattr(PipelineStage, "_warmup_forward_vote"):
+            other = "ScheduleInterleavedZeroBubble"
+        theirs, _ = train(world, PipelineStage, other, num_steps=num_steps)
         ours, counts = train(world, SpanPipelineStage, name, num_steps=num_steps, fitted=fitted)
-    assert ours == theirs
+    of_ranks = world.control.all_gather((theirs, ours))
+    assert [pair[1] for pair in of_ranks if pair[1][0]] == [
+        pair[0] for pair in of_ranks if pair[0][0]
+    ]
     one = 16 * 8 * 4  # of an activation
     for each in counts:
         assert each.copied_nbytes in (0, one)  # the first of a stage is watched
@@ -325,38 +333,48 @@ def several_domains(world: World) -> None:
 
 
 def dies(world: World, victim: int, phase: str) -> str:
-    """One rank ends in the third step; the others' steps end before the deadline."""
+    """One rank ends in the second step; the others' steps end before the deadline."""
+    deadly = []
 
     class Fatal(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            if "forward" in deadly:
+                os._exit(9)
             return x.clone()
 
         @staticmethod
         def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            os._exit(9)
-
-    with process_group(world, backend_of(world)):
-        torch.manual_seed(world.rank)
-        first, last = world.rank == 0, world.rank == world.world_size - 1
-        module = nn.Linear(4, 4).to(world.device)
-        stage = SpanPipelineStage(module, world.rank, world.world_size, world.device, timeout_s=4.0)
-        schedule = schedules.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
-        x = torch.randn(8, 4).to(world.device)
-
-        def step() -> None:
-            schedule.step(*((x,) if first else ()), **({"target": x} if last else {}))
-
-        step()
-        if world.rank == victim:
-            if phase == "forward":
+            if "backward" in deadly:
                 os._exit(9)
-            module.register_forward_hook(lambda module, args, output: Fatal.apply(output))
-        begin = time.monotonic()
-        error = failure(step)
-        took_s = time.monotonic() - begin
-        assert isinstance(error, PeerError), error
-        assert took_s < 20.0, took_s
-        stage.close(force=True)
-        stage.close(force=True)
-        return str(error)
+            return gradient
+
+    # Left as it is: a group that has lost a rank is not to be destroyed in good order.
+    group = process_group(world, backend_of(world))
+    group.__enter__()
+    torch.manual_seed(world.rank)
+    first, last = world.rank == 0, world.rank == world.world_size - 1
+    module = nn.Linear(4, 4).to(world.device)
+    module.register_forward_hook(lambda module, args, output: Fatal.apply(output))
+    stage = SpanPipelineStage(module, world.rank, world.world_size, world.device, timeout_s=4.0)
+    schedule = schedules.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(8, 4).to(world.device)
+
+    def step() -> None:
+        schedule.step(*((x,) if first else ()), **({"target": x} if last else {}))
+
+    step()
+    if world.rank == victim:
+        deadly.append(phase)
+    begin = time.monotonic()
+    error = failure(step)
+    took_s = time.monotonic() - begin
+    assert isinstance(error, PeerError), error
+    assert took_s < 20.0, took_s
+    stage.close(force=True)
+    stage.close(force=True)
+    _kept.append(group)
+    return str(error)
+
+
+_kept: list[Any] = []

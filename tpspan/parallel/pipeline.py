@@ -327,6 +327,11 @@ class SpanPipelineStage(PipelineStage):
                 self._together = world.resource("pipeline stages", Gathering).current()
             self._together.join(self, (self._before, self._after))
 
+    def _get_init_p2p_neighbors_ops(self) -> list[torch_distributed.P2POp]:
+        # gloo cannot send to the rank itself, which older releases ask for in V-shaped schedules
+        me = torch_distributed.get_rank()
+        return [each for each in super()._get_init_p2p_neighbors_ops() if each.peer != me]
+
     def _find_world(self) -> World | None:
         if self._world is None:
             group = resolve(self.group or torch_distributed.group.WORLD)
