@@ -6,8 +6,8 @@ import pytest
 
 from harness import Ranks
 
-HERE = pytest.mark.ranks(1, 3, backends=("host",), launchers=("mpirun",))
-TOGETHER = pytest.mark.ranks(2, backends=("host",), launchers=("mpirun",))
+HERE = pytest.mark.ranks(1, 2, 3, backends=("host",), launchers=("mpirun",))
+TOGETHER = pytest.mark.ranks(2, 3, backends=("host",), launchers=("mpirun",))
 ENGINES = pytest.mark.parametrize("engine", ["host", "cuda"])
 
 
