@@ -20,7 +20,7 @@ from tpspan.spans.layout import Layout
 PAGE = 2 << 20
 # The collective steps differ from launcher to launcher only in the control plane below.
 ALL = pytest.mark.ranks(1, 2, 3, launchers=("mpirun",))
-FEW = pytest.mark.ranks(1, 3, launchers=("mpirun",))
+FEW = pytest.mark.ranks(1, 4, launchers=("mpirun",))
 PAIR = pytest.mark.ranks(2, launchers=("mpirun",))
 READS = pytest.mark.parametrize("read", ["in_place", "staged"])
 

@@ -349,7 +349,8 @@ def write_after_read(world: World, guarded: bool = True) -> list[bool]:
         Whether what this rank read was right.
     """
     size, device = world.world_size, world.device
-    numel = 1000 if world.backend == "host" else 300_000  # smaller ones are one kernel, unstaged
+    # On a GPU smaller calls are one kernel, or go through host memory by copy engines.
+    numel = 1000 if world.backend == "host" else 1_000_000
     with group_of(world) as group:
         out = torch.zeros(size, numel, device=device)
         x = torch.zeros(numel, device=device)

@@ -366,7 +366,8 @@ def checkpoints(world: World, folder: str) -> None:
             set_model_state_dict(other, loaded)
             for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
                 assert isinstance(mine, DTensor) and isinstance(theirs, DTensor)
-                assert mine.full_tensor().equal(theirs.full_tensor())
+                # Not whole: gloo, which stands in where ranks share a GPU, cannot gather there.
+                assert mine.to_local().equal(theirs.to_local())
             assert train(other, recipe, world.device) == train(model, recipe, world.device)
             del saved, loaded
 

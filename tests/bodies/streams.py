@@ -129,7 +129,8 @@ def late_on_a_stream(world: World, victim: int) -> None:
             span.barrier()
             span.barrier()
             finish(world)
-            assert 0.9 < time.monotonic() - start < 5
+            # Whoever came first tells all the others.
+            assert 0.9 - 0.2 * world.rank < time.monotonic() - start < 5
             error = failure(span.barrier)
             assert isinstance(error, PeerError), error
             assert error.ranks == (victim,), error.ranks

@@ -175,7 +175,7 @@ class Group:
         if world is None:
             return None
         if len(world.domain) != world.world_size:
-            if world.backend == "cuda" or self.delegate is None:
+            if self.delegate is None:
                 return None
             return DomainsGroup(world, self.delegate)
         if world.backend == "host":

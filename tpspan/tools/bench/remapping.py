@@ -193,7 +193,7 @@ def _under_load(
     num = max(2, int(alone() / (pace_s or _SHORTEST_S) / 2))
     num = int(bench.agree(num))
     warm = beside()
-    pairs = bench.num_repeats(4 * warm[0], least=5, most=40)
+    pairs = bench.num_repeats(4 * warm[0], least=11, most=40)
     times.clear()
     slower, noise, counts = [], [], []
     for _ in range(pairs):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -30,6 +30,11 @@ _MOST_CALLS = 50
 _BF16_NBYTES = 16 << 20
 # A peer that took longer for one call is not asked for a larger one: gloo's are seconds on a GPU.
 _PATIENCE_S = 0.3
+# One that took longer for its first call of a size is not timed there: it would take minutes.
+_MOST_PATIENCE_S = 2.0
+# The first calls are slow: pages are touched, caches filled, and Python learns what is called.
+_WARM_CALLS = 25
+_WARM_S = 0.02
 # Long enough that the host has queued every call before the first one runs.
 _AHEAD_CYCLES = 12_000_000
 
@@ -168,26 +173,27 @@ def _usable(bench: Bench, stage: Stage, what: str, too_slow: dict[str, str]) -> 
             found.append(contender)
             continue
         if contender.name in too_slow:
-            note = too_slow[contender.name]
-            found.append(Contender(contender.name, contender.role, None, note))
+            found.append(replace(contender, body=None, note=too_slow[contender.name]))
             continue
         stage.fill()
         bench.start_together()
         result, refusal = None, ""
+        start = time.perf_counter()
         try:
             result = contender.body()
+            bench.synchronize()
         except (RuntimeError, ValueError) as error:  # how torch says what it does not support
             if contender.role != "peer":
                 raise
             refusal = f"n/a: {str(error).splitlines()[0][:120]}"
+        took_s = bench.agree(time.perf_counter() - start)
         refusal = next(filter(None, bench.board.all_gather(refusal)), "")
-        if refusal:
-            found.append(Contender(contender.name, "peer", None, refusal))
-            continue
-        bench.start_together()
-        if result is not None:
+        if not refusal and result is not None:
+            bench.start_together()
             _check(bench, stage, result, f"{what}, {contender.name}")
-        found.append(contender)
+        if not refusal and contender.role == "peer" and took_s > _MOST_PATIENCE_S:
+            refusal = f"n/a: {took_s:.1f} s for one call"
+        found.append(replace(contender, body=None, note=refusal) if refusal else contender)
     return found
 
 
@@ -240,12 +246,17 @@ def _measure(bench: Bench, operation: str, nbytes: int, contenders: Sequence[Con
 
 def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float]]:
     """Seconds of a call: all of it, and the host's part; over as many calls as can be read."""
-    bench.start_together()
-    start = time.perf_counter()
-    body()
-    bench.synchronize()
-    took_s = bench.agree(time.perf_counter() - start)
-    num_calls = int(min(_MOST_CALLS, max(1, _SAMPLE_S / took_s)))
+
+    def seconds_each(num_calls: int) -> float:
+        bench.start_together()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            body()
+        bench.synchronize()
+        return bench.agree(time.perf_counter() - start) / num_calls
+
+    num_warm = int(min(_WARM_CALLS, max(1, _WARM_S / seconds_each(1))))
+    num_calls = int(min(_MOST_CALLS, max(1, _SAMPLE_S / seconds_each(num_warm))))
 
     def on_host() -> tuple[float, float]:
         start = time.perf_counter()
