@@ -230,11 +230,11 @@ def test_rates_are_kept(cache: Path) -> None:
         "",
         "[]",
         "{",
-        '{"schema": 1}',
+        '{"schema": 2}',
         "\x00",
-        '{"schema": 1, "key": {"device": "a"}, "rates": {"copy_bytes_per_s": 1}}',
-        '{"schema": 1, "key": {"device": "a"}, "rates": []}',
-        '{"schema": 1, "key": {"device": "b"}, "rates": {}}',
+        '{"schema": 2, "key": {"device": "a"}, "rates": {"copy_bytes_per_s": 1}}',
+        '{"schema": 2, "key": {"device": "a"}, "rates": []}',
+        '{"schema": 2, "key": {"device": "b"}, "rates": {}}',
     ],
 )
 def test_a_damaged_file_is_written_again(cache: Path, text: str) -> None:

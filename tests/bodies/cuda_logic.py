@@ -16,14 +16,20 @@ import pytest
 import torch
 
 from bodies import distributed
-from tpspan.distributed import buffers, cuda_group, cuda_reduce, groups
+from tpspan.distributed import ahead, buffers, counts, cuda_group, cuda_reduce, groups
 from tpspan.launch.world import World
 
 
 def every_call(world: World, dtype: str, through_host: bool, captured: bool) -> None:
     """All functions over all sizes, in all the ways that need no GPU."""
+    before = counts.stats().served
     with played(through_host=through_host, captured=captured):
         distributed.every_call(world, dtype)
+    ways = {way for way, num in counts.stats().served.items() if num > before.get(way, 0)}
+    is_ahead = not (through_host or captured)
+    assert ("all_gather: staged ahead" in ways) == is_ahead
+    assert ("reduce_scatter: staged ahead" in ways) == is_ahead
+    assert ("all_reduce: staged ahead" in ways) == (is_ahead and world.world_size == 2)
 
 
 def every_reduction(world: World, through_host: bool) -> None:
@@ -39,7 +45,7 @@ def played(*, through_host: bool, captured: bool) -> Iterator[None]:
     def engine(world: World) -> cuda_group.CudaGroup:
         made = cuda_group.CudaGroup(world)
         if through_host:
-            made._host_buffers = buffers.Buffers(world, on_host=True)
+            made._host_buffers, made._ahead = buffers.Buffers(world, on_host=True), None
         return made
 
     asked = SimpleNamespace(
@@ -47,7 +53,9 @@ def played(*, through_host: bool, captured: bool) -> Iterator[None]:
         _cuda_isCurrentStreamCapturing=lambda: captured,
         _cuda_getCurrentRawStream=lambda index: 0,
     )
-    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
+    stream = SimpleNamespace(
+        synchronize=lambda: None, wait_stream=lambda other: None, cuda_stream=0
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "HostGroup", engine)
         patch.setattr(cuda_group, "_C", asked)
@@ -59,6 +67,10 @@ def played(*, through_host: bool, captured: bool) -> Iterator[None]:
         patch.setattr(cuda_reduce, "device_sum", device_sum)
         patch.setattr(buffers, "_SMALLEST_NBYTES", 2 << 20)
         patch.setattr(buffers, "_LARGEST_NBYTES", 2 << 20)
+        patch.setattr(cuda_group, "LARGE_NBYTES", 32 << 10)
+        patch.setattr(ahead, "_SMALLEST_NBYTES", 16 << 10)
+        patch.setattr(ahead, "_LARGEST_NBYTES", 64 << 10)
+        patch.setattr(torch.cuda, "Stream", lambda device: stream)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "current_stream", lambda *device: stream)
         patch.setattr(torch.cuda, "synchronize", lambda *device: None)

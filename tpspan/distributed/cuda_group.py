@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from tpspan.distributed import counts
+from tpspan.distributed.ahead import LARGE_NBYTES, StagedAhead, part_nbytes
 from tpspan.distributed.buffers import Buffers
 from tpspan.distributed.cuda_reduce import at_root, one_shot, reduce_over, two_shot
 from tpspan.distributed.fused import Fused
@@ -46,6 +47,7 @@ ONE_SHOT_NBYTES = 256 << 10
 THROUGH_HOST_NBYTES = 4 << 20
 _ENGINE_NBYTES = 4 << 20
 _ALIGNMENT = 256
+_FEW_RANKS = 2
 
 # What torch.cuda's functions ask, without what they check: a tenth of a µs instead of one.
 _C: Any = torch._C
@@ -70,7 +72,9 @@ class CudaGroup:
         shares_device = any(Board.of(world).all_gather(world.shares_device))
         is_alone = world.world_size == 1
         self._host_buffers = Buffers(world, on_host=True) if shares_device else None
-        self._fused = None if shares_device or is_alone else Fused(world)
+        has_own_gpus = not shares_device and not is_alone
+        self._fused = Fused(world) if has_own_gpus else None
+        self._ahead = StagedAhead(self._buffers, world.device) if has_own_gpus else None
         self._lock = threading.RLock()
         self._last: torch.cuda.Stream | None = None
         self._last_handle = -1
@@ -145,6 +149,9 @@ class CudaGroup:
             return
         own = target + self.rank * nbytes
         buffers = self._buffers_for(nbytes * size)
+        if self._ahead is not None and nbytes >= LARGE_NBYTES and not buffers.capturing:
+            self._gather_ahead(self._ahead, target, source, nbytes)
+            return
         is_large = self.world.shares_device and nbytes >= _ENGINE_NBYTES
         by_engine = buffers.on_host or is_large
         buffers.fit(nbytes)
@@ -215,17 +222,33 @@ class CudaGroup:
             at_root(buffers, whole, target, rank * nbytes, nbytes, reduction, stream)
             counts.count("reduce_scatter: at the root")
             return
-        buffers.fit(whole.nbytes)
-        slot = buffers.nbytes // size // _ALIGNMENT * _ALIGNMENT
-        for at, part in buffers.parts(nbytes, slot):
+        is_ahead = whole.nbytes >= LARGE_NBYTES and not buffers.capturing
+        ahead = self._ahead if is_ahead else None
+        buffers.fit(whole.nbytes if ahead is None else part_nbytes(whole.nbytes))
+        most = buffers.nbytes if ahead is None else min(part_nbytes(whole.nbytes), buffers.nbytes)
+        slot = most // size // _ALIGNMENT * _ALIGNMENT
+
+        def stage(at: int, part: int, stream: int) -> int:
             first = buffers.stage(0, 0, stream)
             mine = buffers.staged(first, rank)
             self._pull(mine, slot, source + at, nbytes, part, size - 1, stream)
-            buffers.meet(stream)
+            return first
+
+        def use(first: int, at: int, part: int) -> None:
             own = source + rank * nbytes + at
             numel = part // output.element_size()
             slices, pair = first + rank * slot, (output, whole)
             reduce_over(buffers, target + at, 0, slices, own, numel, reduction, stream, pair)
+
+        parts = buffers.parts(nbytes, slot)
+        if ahead is not None:
+            ahead.run(parts, stage, use)
+            counts.count("reduce_scatter: staged ahead")
+            return
+        for at, part in parts:
+            first = stage(at, part, stream)
+            buffers.meet(stream)
+            use(first, at, part)
             buffers.leave(stream)
         counts.count("reduce_scatter: staged")
 
@@ -242,14 +265,62 @@ class CudaGroup:
         elif buffers.on_host:
             at_root(buffers, tensor, address, 0, nbytes, reduction, stream)
             counts.count("all_reduce: at the root")
+        elif self._ahead is not None and self.world_size == _FEW_RANKS:
+            self._one_shot_ahead(self._ahead, tensor, reduction, stream)
         elif nbytes <= ONE_SHOT_NBYTES:
-            one_shot(buffers, tensor, reduction, stream)
+            one_shot(buffers, tensor, address, nbytes, reduction, stream)
             counts.count("all_reduce: one-shot")
         else:
             buffers.fit(nbytes)
             for at, part in buffers.parts(nbytes):
                 two_shot(buffers, tensor, address + at, part, reduction, stream)
             counts.count("all_reduce: two-shot")
+
+    def _gather_ahead(self, ahead: StagedAhead, target: int, source: int, nbytes: int) -> None:
+        """Gather by copy engine, each part staged while the one before crosses the link."""
+        buffers, stream, own = self._buffers, _stream(self._index), target + self.rank * nbytes
+        size = part_nbytes(nbytes)
+        buffers.fit(size)
+
+        def stage(at: int, part: int, stream: int) -> int:
+            return buffers.stage(source + at, part, stream)
+
+        def use(first: int, at: int, part: int) -> None:
+            for peer in self._others:
+                staged = buffers.staged(first, peer)
+                buffers.copy(target + peer * nbytes + at, staged, part, stream)
+
+        def keep_own(stream: int) -> None:
+            if own != source:
+                buffers.copy(own, source, nbytes, stream)
+
+        parts = buffers.parts(nbytes, min(size, buffers.nbytes))
+        ahead.run(parts, stage, use, keep_own)
+        counts.count("all_gather: staged ahead")
+
+    def _one_shot_ahead(
+        self, ahead: StagedAhead, tensor: torch.Tensor, reduction: Reduction, stream: int
+    ) -> None:
+        """Two ranks: each reads all of the other's vector, which is what two shots read as well."""
+        buffers, address, nbytes = self._buffers, tensor.data_ptr(), tensor.nbytes
+        size = part_nbytes(nbytes)
+        buffers.fit(size)
+        parts = buffers.parts(nbytes, min(size, buffers.nbytes))
+
+        def stage(at: int, part: int, stream: int) -> int:
+            return buffers.stage(address + at, part, stream)
+
+        def use(first: int, at: int, part: int) -> None:
+            here, numel = address + at, part // tensor.element_size()
+            reduce_over(buffers, here, 0, first, here, numel, reduction, stream, (tensor,))
+
+        if len(parts) > 1 and not buffers.capturing:
+            ahead.run(parts, stage, use)
+            counts.count("all_reduce: staged ahead")
+            return
+        for at, part in parts:
+            one_shot(buffers, tensor, address + at, part, reduction, stream)
+        counts.count("all_reduce: one-shot")
 
     def close(self) -> None:
         """Unmap; waits for no other rank."""

@@ -21,12 +21,18 @@ _ROOT = 0
 _FAST = {getattr(torch, name): name for name in DEVICE_SUM_DTYPES}
 
 
-def one_shot(buffers: Buffers, tensor: torch.Tensor, reduction: Reduction, stream: int) -> None:
-    """Reduce the ranks' tensors, in place and on every rank."""
-    address = tensor.data_ptr()
-    first = buffers.stage(address, tensor.nbytes, stream)
+def one_shot(
+    buffers: Buffers,
+    tensor: torch.Tensor,
+    address: int,
+    nbytes: int,
+    reduction: Reduction,
+    stream: int,
+) -> None:
+    """Reduce ``nbytes`` at ``address`` in the tensor, in place and on every rank."""
+    first = buffers.stage(address, nbytes, stream)
     buffers.meet(stream)
-    numel = tensor.numel()
+    numel = nbytes // tensor.element_size()
     reduce_over(buffers, address, 0, first, address, numel, reduction, stream, (tensor,))
     buffers.leave(stream)
 
