@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 
@@ -171,6 +171,9 @@ class World:
             ClosedError: the world is closed.
         """
         self._check_open()
+        known: Any = self._resources.get(key)  # of every collective call: it need not wait
+        if known is not None:
+            return cast(R, known)
         with self._lock:
             if key not in self._resources:
                 made = factory(self)

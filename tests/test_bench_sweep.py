@@ -30,7 +30,7 @@ SET_UPS = {
 }
 ROW = {
     *("operation", "nbytes", "us", "host_us", "best_peer", "ratio", "share_of_floor"),
-    "barriers_in_place",
+    *("barriers_in_place", "alone_us", "ratio_alone"),
 }
 
 
@@ -175,10 +175,11 @@ def test_the_command_measures_and_reports(which: str, operations: set[str], tmp_
     assert not has_plot or picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_of_a_gpu_has_the_hosts_part() -> None:
+def test_the_table_of_a_gpu_has_calls_alone() -> None:
     us = {"tpspan": 10.0, "nccl": None, "floor": 5.0}
-    row = Row("all-gather", 1024, us, {"tpspan": 3.0, "floor": 1.0}, None, None, 0.5, None)
+    host_us, alone_us = {"tpspan": 3.0, "floor": 1.0}, {"tpspan": 12.0, "floor": 6.0}
+    row = Row("all-gather", 1024, us, host_us, alone_us, None, None, None, 0.5, None)
     table = sweep_report._table("all-gather", [row])
     headers = [str(column.header) for column in table.columns]
-    assert headers[1:6] == ["tpspan", "nccl", "floor", "tpspan, host", "floor, host"]
+    assert headers[1:6] == ["tpspan", "nccl", "floor", "tpspan, alone", "floor, alone"]
     assert list(table.columns[2].cells) == ["-"]

@@ -50,15 +50,16 @@ class Journal:
             CollectiveMismatch: another rank asked for something else, here or since the last look.
             ClosedError: the world is closed, or this process was forked from its rank.
         """
-        self.check()
+        if self._ended is not None:
+            self.check()
         self._number = number = self._number + 1
         at = number % _ENTRIES * _ENTRY.size
-        # The number last: it says that the rest is there.
+        # The number last: it says that the rest is there. Until then there is none (words end so).
         own = self._views[self._rank]
-        _ENTRY.pack_into(own, at, *request[:-1], 0)
+        _ENTRY.pack_into(own, at, *request)
         _NUMBER.pack_into(own, at + _NUMBER_AT, number)
         if compare:
-            self._compare()
+            self._compare(at)
 
     def check(self) -> None:
         """Refuse what ``note`` would.
@@ -81,14 +82,14 @@ class Journal:
         self._views.clear()
         self._pages.close()
 
-    def _compare(self) -> None:
+    def _compare(self, at: int) -> None:
         own = self._views[self._rank]
         now = self._number
-        at = now % _ENTRIES * _ENTRY.size
-        latest = own[at : at + _ENTRY.size].tobytes()
+        here = slice(at, at + _ENTRY.size)
+        latest = own[here].tobytes()
         for peer in self._peers:
             view = self._views[peer]
-            if self._seen[peer] == now - 1 and view[at : at + _ENTRY.size].tobytes() == latest:
+            if self._seen[peer] == now - 1 and view[here].tobytes() == latest:
                 self._seen[peer] = now  # nearly always
                 continue
             for number in range(self._seen[peer] + 1, self._number + 1):

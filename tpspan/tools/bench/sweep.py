@@ -83,10 +83,13 @@ class Row:
 
     Attributes:
         operation, nbytes: what was measured.
-        us: microseconds of each contender, medians of the slowest rank; None if left out.
+        us: microseconds of each contender, medians of the slowest rank; None if left out. On CUDA
+            of calls queued ahead one after another, so that no host is waited for.
         host_us: on CUDA the host's part of a call; otherwise empty.
+        alone_us: on CUDA one call on idle devices, from when its host begins; otherwise empty.
         best_peer: the fastest of the peers; None if there was none.
         ratio: how many times longer than ours the best peer takes.
+        ratio_alone: the same of calls alone, with the peer that is fastest then.
         share_of_floor: the floor as a share of ours: 1 is as fast as copying alone.
         barriers_in_place: how many barriers gathering in place takes; None for what has no such.
     """
@@ -95,8 +98,10 @@ class Row:
     nbytes: int
     us: dict[str, float | None]
     host_us: dict[str, float]
+    alone_us: dict[str, float]
     best_peer: str | None
     ratio: float | None
+    ratio_alone: float | None
     share_of_floor: float | None
     barriers_in_place: float | None
 
@@ -219,7 +224,7 @@ def _measure(bench: Bench, operation: str, nbytes: int, contenders: Sequence[Con
     takes_part = [contender for contender in contenders if contender.body is not None]
     timed = [_timed(bench, contender.body) for contender in takes_part]
 
-    def once() -> list[tuple[float, float]]:
+    def once() -> list[tuple[float, float, float]]:
         taken = []
         for each in timed:
             bench.start_together()
@@ -230,6 +235,7 @@ def _measure(bench: Bench, operation: str, nbytes: int, contenders: Sequence[Con
     group = f"{operation}, {shown(nbytes)}"
     figures: dict[str, Figure] = {}
     host_us: dict[str, float] = {}
+    alone_us: dict[str, float] = {}
     for contender in contenders:
         if contender.body is None:
             bench.leave_out(group, contender.name, "us", contender.note)
@@ -237,15 +243,19 @@ def _measure(bench: Bench, operation: str, nbytes: int, contenders: Sequence[Con
         mine = [sample[index] for sample in samples]
         note = "; ".join(filter(None, [contender.note, "" if bench.is_cuda else bench.crowd]))
         name = contender.name
-        figures[name] = bench.add_us(group, name, [stream for stream, _ in mine], note)
+        streams, hosts, alone = zip(*mine, strict=True)
+        figures[name] = bench.add_us(group, name, streams, note)
         if bench.is_cuda:
-            host = bench.add_us(group, f"{name}, host time", [host for _, host in mine], note)
-            host_us[name] = host.median or 0.0
-    return _row(operation, nbytes, contenders, figures, host_us)
+            found = bench.add_us(group, f"{name}, host time", hosts, note)
+            host_us[name] = found.median or 0.0
+            found = bench.add_us(group, f"{name}, alone", alone, note)
+            alone_us[name] = found.median or 0.0
+    return _row(operation, nbytes, contenders, figures, host_us, alone_us)
 
 
-def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float]]:
-    """Seconds of a call: all of it, and the host's part; over as many calls as can be read."""
+def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float, float]]:
+    """Seconds of a call queued ahead, of the host's part, over as many calls as can be read, and of
+    a call alone."""
 
     def seconds_each(num_calls: int) -> float:
         bench.start_together()
@@ -258,14 +268,14 @@ def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float]]:
     num_warm = int(min(_WARM_CALLS, max(1, _WARM_S / seconds_each(1))))
     num_calls = int(min(_MOST_CALLS, max(1, _SAMPLE_S / seconds_each(num_warm))))
 
-    def on_host() -> tuple[float, float]:
+    def on_host() -> tuple[float, float, float]:
         start = time.perf_counter()
         for _ in range(num_calls):
             body()
         took = (time.perf_counter() - start) / num_calls
-        return took, took
+        return took, took, took
 
-    def on_stream() -> tuple[float, float]:
+    def on_stream() -> tuple[float, float, float]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[attr-defined]
         for _ in range(num_calls // 4 + 1):  # takes up what the ranks started apart
@@ -277,7 +287,13 @@ def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float]]:
         host = (time.perf_counter() - start) / num_calls
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / num_calls, host
+        queued = begin.elapsed_time(end) / 1e3 / num_calls
+        bench.start_together()
+        begin.record()
+        body()
+        end.record()
+        end.synchronize()
+        return queued, host, begin.elapsed_time(end) / 1e3
 
     return on_stream if bench.is_cuda else on_host
 
@@ -288,6 +304,7 @@ def _row(
     contenders: Sequence[Contender],
     figures: dict[str, Figure],
     host_us: dict[str, float],
+    alone_us: dict[str, float],
 ) -> Row:
     def of(role: Role) -> Iterator[tuple[float, str]]:
         for contender in contenders:
@@ -298,6 +315,9 @@ def _row(
     ours, in_place = (next(of(role), (None, ""))[0] for role in ("ours", "in place"))
     floor, barrier = (next(of(role), (None, ""))[0] for role in ("floor", "barrier"))
     best, best_name = min(of("peer"), default=(None, None))
+    peers = {contender.name for contender in contenders if contender.role == "peer"}
+    best_alone = min((us for name, us in alone_us.items() if name in peers), default=None)
+    ours_alone = next((alone_us.get(c.name) for c in contenders if c.role == "ours"), None)
     us = {
         contender.name: figures[contender.name].median if contender.name in figures else None
         for contender in contenders
@@ -307,8 +327,10 @@ def _row(
         nbytes,
         us,
         host_us,
+        alone_us,
         best_name,
         best / ours if best and ours else None,
+        best_alone / ours_alone if best_alone and ours_alone else None,
         floor / ours if floor and ours else None,
         in_place / barrier if in_place and barrier else None,
     )

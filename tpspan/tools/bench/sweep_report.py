@@ -24,6 +24,8 @@ from tpspan.tools.bench.measuring import Bench, Figure
 from tpspan.tools.bench.sweep import Row
 
 _WIDTH = 160
+# Of a contender's figures, those that are said no more of than of the first.
+_PARTS = (", host time", ", alone")
 _LARGEST = {"host": 256 << 20, "cuda": 2 << 30}
 
 Measure: TypeAlias = Callable[[Bench, tuple[int, ...], torch.dtype], list[Row]]
@@ -103,18 +105,23 @@ def _table(operation: str, rows: Sequence[Row]) -> rich.table.Table:
     names = list(rows[0].us)
     has_in_place = any(row.barriers_in_place for row in rows)
     table.add_column("size", justify="right", no_wrap=True)
-    for name in (*names, *(f"{name}, host" for name in rows[0].host_us)):
+    for name in (*names, *(f"{name}, alone" for name in rows[0].alone_us)):
         table.add_column(name, justify="right")
     table.add_column("times best peer", justify="right")
+    if rows[0].alone_us:
+        table.add_column("alone", justify="right")
     table.add_column("share of floor", justify="right")
     if has_in_place:
         table.add_column("in place, barriers", justify="right")
     for row in rows:
         cells = [_cell(row.us[name]) for name in names]
-        cells += [_cell(value) for value in row.host_us.values()]
+        cells += [_cell(row.alone_us.get(name)) for name in rows[0].alone_us]
         ratio = f"{report.short(row.ratio)} x {row.best_peer}" if row.ratio else "-"
         share = f"{row.share_of_floor:.0%}" if row.share_of_floor else "-"
-        cells += [ratio, share]
+        cells.append(ratio)
+        if rows[0].alone_us:
+            cells.append(f"{report.short(row.ratio_alone)} x" if row.ratio_alone else "-")
+        cells.append(share)
         if has_in_place:
             cells.append(_cell(row.barriers_in_place))
         table.add_row(shown(row.nbytes), *cells)
@@ -128,7 +135,8 @@ def _cell(number: float | None) -> str:
 def _notes(figures: Sequence[Figure], operation: str) -> dict[str, str]:
     """What is said of each column; of several things the one at the largest size."""
     of_operation = [each for each in figures if each.group.startswith(f"{operation}, ")]
-    return {each.name: each.note for each in of_operation if each.note and "host" not in each.name}
+    named = {each.name: each.note for each in of_operation if each.note}
+    return {name: note for name, note in named.items() if not name.endswith(_PARTS)}
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
