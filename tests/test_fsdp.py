@@ -14,6 +14,7 @@ from harness import Ranks, missing_launcher, rank_environment
 
 # torch keeps what its groups and meshes have made, so leaks are looked for in bodies of their own.
 MPIRUN = ("mpirun",)
+READS = pytest.mark.parametrize("read", ["in_place", "staged"])
 RECIPES = (
     "kept",
     "bf16",
@@ -32,6 +33,12 @@ RECIPES = (
 @pytest.mark.ranks(1, 2, 3, 4, launchers=MPIRUN)
 def test_training_is_what_it_was(ranks: Ranks) -> None:
     ranks.run("bodies.fsdp:trained_alike", name="default", leaks=False)
+
+
+@pytest.mark.ranks(2, 3, launchers=MPIRUN)
+@READS
+def test_training_by_every_way_to_read(ranks: Ranks, read: str) -> None:
+    ranks.run("bodies.fsdp:trained_alike", name="prefetched", read=read, leaks=False)
 
 
 @pytest.mark.ranks(2, launchers=MPIRUN)
@@ -81,16 +88,17 @@ def test_everything_is_given_back(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2, 3, launchers=MPIRUN)
+@READS
 @pytest.mark.parametrize("is_guarded", [True, False])
-def test_no_buffer_is_written_while_it_is_read(ranks: Ranks, is_guarded: bool) -> None:
+def test_no_buffer_is_written_while_it_is_read(ranks: Ranks, is_guarded: bool, read: str) -> None:
     """Invariant 6; without the guard the same body sees values overwritten."""
-    ranks.run("bodies.fsdp_buffers:slow_reader", is_guarded=is_guarded)
+    ranks.run("bodies.fsdp_buffers:slow_reader", is_guarded=is_guarded, read=read)
 
 
 @pytest.mark.ranks(2, 3, 4, launchers=MPIRUN)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_buffers_are_right_and_bounded(ranks: Ranks, seed: int) -> None:
-    ranks.run("bodies.fsdp_buffers:random_requests", seed=seed)
+@READS
+def test_buffers_are_right_and_bounded(ranks: Ranks, read: str) -> None:
+    ranks.run("bodies.fsdp_buffers:random_requests", seed=len(read), read=read)
 
 
 @pytest.mark.ranks(2, launchers=MPIRUN, backends=("host",))

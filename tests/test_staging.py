@@ -14,8 +14,9 @@ from harness import Ranks
 from tpspan.parallel import chunks, rates
 from tpspan.parallel.chunks import Piece, copy_order, plan_chunks
 from tpspan.parallel.order import Order
-from tpspan.parallel.policy import LINKED, LOCAL, Product, Rates, check_read, choose
+from tpspan.parallel.policy import LINKED, LOCAL, Product, Rates, choose
 from tpspan.spans.layout import Layout
+from tpspan.spans.reads import check_read
 
 PAGE = 2 << 20
 # The collective steps differ from launcher to launcher only in the control plane below.

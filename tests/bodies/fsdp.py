@@ -24,6 +24,7 @@ from bodies.process_groups import process_group, store_world
 from tpspan.distributed import groups
 from tpspan.distributed.fsdp_model import _parameter_groups
 from tpspan.launch.world import World
+from tpspan.spans.reads import Read
 from tpspan.tools.bench.transformer import Transformer, next_token_loss
 
 distributed_checkpoint: Any = _checkpoint
@@ -162,24 +163,24 @@ def close_groups() -> None:
     groups._of_process_group.clear()
 
 
-def trained_alike(world: World, name: str, backend: str = "") -> None:
+def trained_alike(world: World, name: str, backend: str = "", read: Read = "auto") -> None:
     """A recipe with FSDP2's own communication and over spans: the same losses."""
     recipe = RECIPES[name]
     with reference_group(world) as mesh:
         reference = build(recipe, mesh, world.device, plain_sums=True)
         theirs = train(reference, recipe, world.device)
         if not backend:
-            ours = train_over_spans(world, recipe, mesh)
+            ours = train_over_spans(world, recipe, mesh, read)
     if backend:
         with process_group(world, backend):
             mesh = init_device_mesh(world.device.type, (world.world_size,))
-            ours = train_over_spans(world, recipe, mesh)
+            ours = train_over_spans(world, recipe, mesh, read)
     compare(world, recipe, ours, theirs)
 
 
-def train_over_spans(world: World, recipe: Recipe, mesh: DeviceMesh) -> list[float]:
+def train_over_spans(world: World, recipe: Recipe, mesh: DeviceMesh, read: Read) -> list[float]:
     model = build(recipe, mesh, world.device)
-    used = tpspan.use_spans(model)
+    used = tpspan.use_spans(model, read=read)
     losses = train(model, recipe, world.device)
     stats = used.stats()
     num_modules = recipe.num_layers + 1
@@ -282,6 +283,7 @@ def raised(kind: type[Exception], call: Callable[[], object]) -> str:
 def refusals(world: World) -> None:
     recipe = RECIPES["default"]
     assert "fully_shard" in raised(ValueError, lambda: tpspan.use_spans(nn.Linear(2, 2)))
+    assert "'near'" in raised(ValueError, lambda: tpspan.SpanAllGather(world, read="near"))
     alone = world.subset([world.rank])
     with reference_group(world) as mesh:
         model = build(recipe, mesh, world.device)

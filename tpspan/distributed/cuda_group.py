@@ -41,6 +41,7 @@ from tpspan.kernels.compile import prepare
 from tpspan.kernels.stream_reduce import REDUCE_KERNELS, pull
 from tpspan.launch.world import World
 from tpspan.spans.board import Board
+from tpspan.spans.signals import Signals
 
 ONE_SHOT_NBYTES = 256 << 10
 # Of all ranks together: from here on two switches of the time slice cost less than the bus.
@@ -69,7 +70,7 @@ class CudaGroup:
         self._buffers = Buffers(world)
         prepare(self._index, REDUCE_KERNELS)
         self._journal = Journal(world)
-        shares_device = any(Board.of(world).all_gather(world.shares_device))
+        shares_device = Signals.of(world).shares_device
         is_alone = world.world_size == 1
         self._host_buffers = Buffers(world, on_host=True) if shares_device else None
         has_own_gpus = not shares_device and not is_alone

@@ -27,6 +27,7 @@ from tpspan.distributed.lines import Buffer
 from tpspan.distributed.renamed import torch_function
 from tpspan.distributed.requests import Reduction, reduction_of
 from tpspan.launch.world import World
+from tpspan.spans.reads import Read, check_read
 
 GroupOf = Callable[[], Any]
 
@@ -36,14 +37,18 @@ class _Comm:
 
     Args:
         world_or_group: the ranks: a world, or a process group of torch.
+        read: as ``use_spans``.
         group_of: which of torch's groups the module is about to use, where that may change.
 
     Attributes:
         num_served: calls over spans so far.
     """
 
-    def __init__(self, world_or_group: Any, *, group_of: GroupOf | None = None) -> None:
+    def __init__(
+        self, world_or_group: Any, *, read: Read = "auto", group_of: GroupOf | None = None
+    ) -> None:
         self.num_served = 0
+        self._read = check_read(read)
         self._given = world_or_group
         self._group_of = group_of
         self._memories: dict[int, tuple[Any, FsdpMemory | None]] = {}
@@ -53,18 +58,22 @@ class _Comm:
         group = self._given if self._group_of is None else self._group_of()
         known = self._memories.get(id(group))
         if known is None or (known[1] is not None and known[1].world.is_closed):
-            known = self._memories[id(group)] = (group, FsdpMemory.among(group, device))
+            known = self._memories[id(group)] = (
+                group,
+                FsdpMemory.among(group, device, self._read),
+            )
         return known[1]
 
 
 class SpanAllGather(_Comm, AllGather):  # type: ignore[misc]
-    """An all-gather that moves nothing: ranks copy in where their peers copy out.
+    """An all-gather in which ranks copy in where their peers copy out, or copy on from.
 
     ``model.set_custom_all_gather(SpanAllGather(world))``; for all modules at once ``use_spans``.
 
     Args:
         world_or_group: the ranks that share the parameters, in the order of the module's mesh: a
             ``World``, or a process group of torch.
+        read: ``"in_place"``, ``"staged"`` or ``"auto"``, as ``use_spans``.
     """
 
     _taken: tuple[FsdpMemory, Buffer] | None = None
@@ -87,7 +96,7 @@ class SpanAllGather(_Comm, AllGather):  # type: ignore[misc]
             return torch.empty(*size, dtype=dtype, device=device)
         buffer = memory.gathers.take(numel * dtype.itemsize)
         self._taken = memory, buffer
-        return buffer.tensor(numel, dtype).view(*size)
+        return memory.whole(buffer, numel, dtype).view(*size)
 
     def __call__(
         self,
@@ -146,8 +155,7 @@ class SpanReduceScatter(_Comm, ReduceScatter):  # type: ignore[misc]
             return torch.empty(*size, dtype=dtype, device=device)
         buffer = found.reduces.take(numel * dtype.itemsize)
         self._taken = found, buffer, dtype
-        offset = found.world.rank * buffer.capacity
-        return buffer.tensor(numel, dtype, offset).view(*size)
+        return found.whole(buffer, numel, dtype).view(*size)
 
     def __call__(
         self,

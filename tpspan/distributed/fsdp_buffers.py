@@ -2,7 +2,11 @@
 
 Gathering. FSDP2 copies a rank's shards into that rank's part of the gathered tensor, then calls the
 all-gather on part and whole. The gathered tensor is a span, blocked by rank, so the copy lies where
-the peers read it, and the all-gather is a meeting. A rank holds only its own part.
+the peers read it, and the all-gather is a meeting. A rank holds only its own part. Or, *staged*,
+every rank has a region for the whole tensor: a meeting, and then copy engines bring the other
+parts from where their owners wrote them. That takes as much memory as FSDP2 itself, and crosses
+the link beside the computation: in place, it is crossed when FSDP2 copies out, which is between
+two computations.
 
 Reducing. FSDP2 copies the whole gradients into one input. Every rank brings a region of a span for
 it, so the peers read their slices where they were written: a meeting, then a sum over all regions.
@@ -11,8 +15,9 @@ How much is kept. FSDP2 itself allocates a gathered tensor of all ranks' bytes f
 and has two of them in forward; ``GatherBuffers`` never keeps more than its most so far. Within that
 it keeps up to three buffers of a size, for with three the meetings of the gathers free each in
 time, but no more than would make up one gathered tensor. A size that does not fit any more is
-served from a larger idle buffer, and only then are others given back. For reducing there is one
-region, of the largest input, as long as FSDP2 holds one input at a time.
+served from a larger idle buffer, and only then are others given back; staged, such a buffer can
+take it above that most by its own size. For reducing there is one region, of the largest input, as
+long as FSDP2 holds one input at a time.
 
 Every decision follows from the order of requests and from what this rank has let go; both are the
 same on all ranks, and each meeting compares the buffer's number.
@@ -98,6 +103,7 @@ class _Buffers:
     def _hand_out(self, buffer: Buffer, nbytes: int) -> Buffer:
         """Mark as used from now on; the caller's stream may write it then (invariant 6)."""
         if not buffer.is_free:
+            self._line.follow()  # staged reads are made there
             self._guard.meet(words(Operation.BARRIER))
             self.num_guards += 1
         self._line.follow()
@@ -107,10 +113,12 @@ class _Buffers:
         buffer.used_at = self._num_requests
         return buffer
 
-    def _make(self, sizes: list[int], capacity: int) -> Buffer:
-        layout = Layout.blocked(sizes, page_nbytes=PAGE_NBYTES)
+    def _make(self, part_nbytes: int, capacity: int, region_nbytes: int = 0) -> Buffer:
+        """A buffer to which every rank brings as much."""
+        layout = Layout.blocked([part_nbytes] * self.world.world_size, page_nbytes=PAGE_NBYTES)
         self._num_made += 1
-        buffer = Buffer(Span.allocate_bytes(self.world, layout), self._num_made, capacity)
+        span = Span.allocate_bytes(self.world, layout)
+        buffer = Buffer(span, self._num_made, capacity, region_nbytes)
         self.buffers.append(buffer)
         self._line.buffers.append(buffer)
         self.most_nbytes = max(self.most_nbytes, self.held_nbytes)
@@ -134,10 +142,15 @@ class _Buffers:
 
 
 class GatherBuffers(_Buffers):
-    """Gathered tensors, of which every rank holds its own part."""
+    """Gathered tensors, of which every rank holds its own part, or all of it.
 
-    def __init__(self, world: World, line: Line, guard: Line) -> None:
+    Args:
+        is_staged: all of it.
+    """
+
+    def __init__(self, world: World, line: Line, guard: Line, *, is_staged: bool) -> None:
         super().__init__(world, line, guard)
+        self._is_staged = is_staged
         self._allowed_nbytes = 0
         self._num_of_a_size = min(_ENOUGH, world.world_size)
 
@@ -166,17 +179,24 @@ class GatherBuffers(_Buffers):
         if fitting and (num >= self._num_of_a_size or not self._has_room(nbytes)):
             return fitting[0]
         if not self._has_room(nbytes):
-            larger = [buffer for buffer in idle if buffer.capacity > nbytes]
+            used = sum(b.span.layout.span_nbytes for b in self.buffers if not b.is_idle)
+            most = self._allowed_nbytes * self.world.world_size - used
+            larger = [b for b in idle if b.capacity > nbytes and b.span.layout.span_nbytes <= most]
             if larger:
                 return min(larger, key=lambda b: (b.capacity, not b.is_free, b.used_at))
             while idle and not self._has_room(nbytes):
                 self._give_back([idle.pop(0)])
-        return self._make([nbytes // self.world.world_size] * self.world.world_size, nbytes)
+        if self._is_staged:
+            region_nbytes = _in_pages(nbytes)
+            return self._make(region_nbytes, nbytes, region_nbytes)
+        return self._make(nbytes // self.world.world_size, nbytes)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether another one keeps all ranks together within what FSDP2 would have had."""
         held = sum(buffer.span.layout.span_nbytes for buffer in self.buffers)
-        return held + nbytes <= self._allowed_nbytes * self.world.world_size
+        size = self.world.world_size
+        added = _in_pages(nbytes) * size if self._is_staged else nbytes
+        return held + added <= self._allowed_nbytes * size
 
 
 class ReduceBuffers(_Buffers):
@@ -194,5 +214,9 @@ class ReduceBuffers(_Buffers):
         if fitting:
             return self._hand_out(min(fitting, key=lambda b: (not b.is_free, b.used_at)), nbytes)
         self._give_back(idle)
-        capacity = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-        return self._hand_out(self._make([capacity] * self.world.world_size, capacity), nbytes)
+        capacity = _in_pages(nbytes)
+        return self._hand_out(self._make(capacity, capacity, capacity), nbytes)
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES

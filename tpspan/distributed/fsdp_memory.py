@@ -19,6 +19,8 @@ from tpspan.distributed.work import HostWork, StreamWork
 from tpspan.kernels.compile import prepare
 from tpspan.kernels.stream_reduce import REDUCE_KERNELS
 from tpspan.launch.world import World
+from tpspan.spans.reads import Read
+from tpspan.spans.signals import Signals
 
 
 class FsdpMemory:
@@ -27,14 +29,18 @@ class FsdpMemory:
     Made by ``FsdpMemory.among``, collectively. On CUDA gathers and reductions have lines of their
     own, since FSDP2 runs them on streams of their own.
 
+    Args:
+        is_staged: gathers bring the other ranks' parts into this rank's memory.
+
     Attributes:
         gathers, reduces: the buffers.
         num_users: handles that have not been closed.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, is_staged: bool) -> None:
         self.world = world
         self.num_users = 0
+        self._is_staged = is_staged
         self._journal: Journal | None = None
         self._side: torch.cuda.Stream | None = None
         guard: Line
@@ -49,45 +55,59 @@ class FsdpMemory:
             self._gathering = CudaLine(world, journal, gathered)
             guard = CudaLine(world, journal, gathered)
             self._reducing = CudaLine(world, journal, [])
-        self.gathers = GatherBuffers(world, self._gathering, guard)
+        self.gathers = GatherBuffers(world, self._gathering, guard, is_staged=is_staged)
         reduce_guard = guard if world.backend == "host" else self._reducing
         self.reduces = ReduceBuffers(world, self._reducing, reduce_guard)
 
     @staticmethod
-    def among(group: Any, device: torch.device) -> FsdpMemory | None:
+    def among(group: Any, device: torch.device, read: Read = "auto") -> FsdpMemory | None:
         """The memory of a world's or a group's ranks, made at its first use. Collective then.
 
         None if there is one rank only, or if not all of them are in one domain.
+
+        Args:
+            read: ``"auto"`` is staged where every rank has a GPU of its own.
         """
         found = resolve(group)
         world = None if found is None or found.size == 1 else found.span_world(device)
-        return None if world is None else world.resource("fsdp", FsdpMemory)
+        if world is None:
+            return None
+        if read == "auto":
+            is_near = world.backend == "host" or Signals.of(world).shares_device
+            read = "in_place" if is_near else "staged"
+        is_staged = read == "staged"
+        return world.resource(f"fsdp {read}", lambda made: FsdpMemory(made, is_staged=is_staged))
 
     def serves(self, numel: int, device: torch.device) -> bool:
         """Whether a buffer of this size can be one of the world's; the same on all ranks."""
         is_here = device.type == self.world.device.type
         return is_here and numel > 0 and numel % self.world.world_size == 0
 
+    def whole(self, buffer: Buffer, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The gathered tensor in a buffer, (numel,)."""
+        return buffer.tensor(numel, dtype, self.world.rank * buffer.region_nbytes)
+
     def gather(self, buffer: Buffer, output: torch.Tensor, async_op: bool) -> Any:
-        """The all-gather of what every rank has copied into its part: a meeting. Collective.
+        """The all-gather of what every rank has copied into its part. Collective.
+
+        A meeting; staged, copies from the peers behind it.
 
         Returns:
             A work if ``async_op``; on the host it is complete.
         """
         nbytes = output.numel() * output.element_size()
         request = words(Operation.ALL_GATHER_IN_PLACE, output.dtype, nbytes, buffer=buffer.number)
-        counts.count("all_gather: in place")
-        if not async_op:
+        counts.count("all_gather: staged" if self._is_staged else "all_gather: in place")
+        if not async_op or self.world.backend == "host":
             self._gathering.meet(request)
-            return None
-        if self.world.backend == "host":
-            self._gathering.meet(request)
-            return HostWork([], is_done=True)
+            self._bring(buffer, nbytes)
+            return HostWork([], is_done=True) if async_op else None
         if self._side is None:
             self._side = torch.cuda.Stream(self.world.device)
         self._side.wait_stream(torch.cuda.current_stream(self.world.device))
         with torch.cuda.stream(self._side):
             self._gathering.meet(request)
+            self._bring(buffer, nbytes)
             return StreamWork([], self._side, self._side.record_event())
 
     def reduce_scatter(self, buffer: Buffer, output: torch.Tensor, reduction: Reduction) -> None:
@@ -135,24 +155,38 @@ class FsdpMemory:
         if self._journal is not None:
             self._journal.close()
 
+    def _bring(self, buffer: Buffer, nbytes: int) -> None:
+        """Copy the other ranks' parts from their regions into this rank's, if there are any."""
+        if not self._is_staged:
+            return
+        world, region_nbytes, base = self.world, buffer.region_nbytes, buffer.span.base_address
+        rank, size, part = world.rank, world.world_size, nbytes // world.world_size
+        stream = 0
+        if world.backend == "cuda":
+            stream = torch.cuda.current_stream(world.device).cuda_stream
+        for distance in range(1, size):  # each begins with its right neighbour
+            peer = (rank + distance) % size
+            source, target = (base + owner * region_nbytes + peer * part for owner in (peer, rank))
+            world.driver.copy(target, source, part, stream)
+
     def _on_host(self, buffer: Buffer, output: torch.Tensor, reduction: Reduction) -> None:
         size, numel = self.world.world_size, output.numel()
         first = buffer.span.base_address + self.world.rank * numel * output.element_size()
-        sources = [first + peer * buffer.capacity for peer in range(size)]
+        sources = [first + peer * buffer.region_nbytes for peer in range(size)]
         reducer(output.dtype, reduction, size)(output.data_ptr(), sources, numel, 0)
 
     def _on_device(self, buffer: Buffer, output: torch.Tensor, reduction: Reduction) -> None:
         rank, size, numel = self.world.rank, self.world.world_size, output.numel()
         offset = rank * numel * output.element_size()
         first = buffer.span.base_address + offset
-        own = first + rank * buffer.capacity
-        places = (output.data_ptr(), 0, first, buffer.capacity, own)
+        own = first + rank * buffer.region_nbytes
+        places = (output.data_ptr(), 0, first, buffer.region_nbytes, own)
         index = self.world.device.index
         stream = torch.cuda.current_stream(index).cuda_stream
         if sum_on_device(output.dtype, places, numel, rank, size, reduction, index, stream):
             return
         sources = [
-            buffer.tensor(numel, output.dtype, offset + peer * buffer.capacity)
+            buffer.tensor(numel, output.dtype, offset + peer * buffer.region_nbytes)
             for peer in range(size)
         ]
         combine(output, sources, reduction)

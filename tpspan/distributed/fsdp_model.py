@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from tpspan.distributed.fsdp import SpanAllGather, SpanReduceScatter
 from tpspan.distributed.fsdp_memory import FsdpMemory
 from tpspan.launch.world import World
+from tpspan.spans.reads import Read, check_read
 
 # What handles have put into modules and take out when they close, with the handle's own words.
 _put_by: weakref.WeakKeyDictionary[SpanAllGather, str] = weakref.WeakKeyDictionary()
@@ -50,8 +51,9 @@ class FsdpStats:
 class SpansInUse:
     """What ``use_spans`` returns: statistics, and the way back. A context manager."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, read: Read) -> None:
         self._name = type(model).__name__
+        self._read = read
         self._changed: list[tuple[FSDPModule, Any, Any]] = []
         self._made: list[tuple[SpanAllGather, SpanReduceScatter]] = []
         self._left: list[tuple[str, str]] = []
@@ -132,7 +134,7 @@ class SpansInUse:
         if group._use_post_forward_mesh:
             fewer = group.post_forward_mesh_info.shard_process_group
             used.append(self._first_with_ranks_of(fewer))
-        memories = [FsdpMemory.among(each, group.device) for each in used]
+        memories = [FsdpMemory.among(each, group.device, self._read) for each in used]
         found = [memory for memory in memories if memory is not None]
         if len(found) < len(memories):
             reason = "its ranks cannot map each other's memory: they are not in one domain"
@@ -147,7 +149,8 @@ class SpansInUse:
             return used[0 if group._all_gather_process_group is shards else -1]
 
         self._changed.append((module, group._all_gather_comm, group._reduce_scatter_comm))
-        gather, reduce = SpanAllGather(used[0], group_of=current), SpanReduceScatter(used[0])
+        gather = SpanAllGather(used[0], read=self._read, group_of=current)
+        reduce = SpanReduceScatter(used[0], read=self._read)
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce)
         self._made.append((gather, reduce))
@@ -158,7 +161,7 @@ class SpansInUse:
         return self._groups.setdefault(tuple(get_process_group_ranks(group)), group)
 
 
-def use_spans(model: nn.Module, world: World | None = None) -> SpansInUse:
+def use_spans(model: nn.Module, world: World | None = None, *, read: Read = "auto") -> SpansInUse:
     """Let every FSDP2 module of a model gather and reduce over span memory. Collective.
 
     Call it after ``fully_shard``, outside a step. Gathered parameters are the same bits as before;
@@ -169,13 +172,18 @@ def use_spans(model: nn.Module, world: World | None = None) -> SpansInUse:
     Args:
         model: with ``fully_shard`` applied to it or to modules in it.
         world: the ranks over which it is sharded; by default a world of the mesh's own group.
+        read: ``"in_place"``: a gathered tensor is the ranks' own memory, so that a rank holds only
+            its part, and FSDP2 copies out across the link. ``"staged"``: it is brought into this
+            rank's memory beside the computation, as by NCCL and with as much memory. ``"auto"``:
+            staged where every rank has a GPU of its own, in place where there is no link.
 
     Returns:
         A handle with ``stats`` and ``close``; the model does not need it.
 
     Raises:
         ValueError: there is no FSDP2 module in the model, its shards are those of other ranks
-            than the world's, or one uses spans by an earlier call already.
+            than the world's, or one uses spans by an earlier call already; or ``read`` is none of
+            the three.
         PeerError: other ranks did not come; the model is as it was on this rank.
     """
     modules = [(name, each) for name, each in model.named_modules() if isinstance(each, FSDPModule)]
@@ -195,7 +203,7 @@ def use_spans(model: nn.Module, world: World | None = None) -> SpansInUse:
                     f"module {name!r} uses spans already, by {_put_by[now]} of an earlier "
                     "use_spans: close that one, then call again"
                 )
-    used = SpansInUse(model)
+    used = SpansInUse(model, check_read(read))
     try:
         for name, module in modules:
             used._add(name, module, world)

@@ -32,16 +32,19 @@ class Buffer:
     Args:
         span: its memory.
         number: how many were made before it, the same on all ranks.
+        capacity: the largest request it serves, in bytes.
+        region_nbytes: from one rank's region to the next one's, where every rank has one.
 
     Attributes:
         is_free: whether all ranks have said that they do not read it, since it was handed out.
-        capacity: the largest request it serves, in bytes.
+        capacity, region_nbytes: as given.
         asked_nbytes: of the last request.
         used_at: when it was handed out, in requests of its pool.
     """
 
-    def __init__(self, span: Span, number: int, capacity: int) -> None:
+    def __init__(self, span: Span, number: int, capacity: int, region_nbytes: int = 0) -> None:
         self.span, self.number, self.capacity = span, number, capacity
+        self.region_nbytes = region_nbytes
         self.is_free = True
         self.asked_nbytes = self.used_at = 0
         self._range = TensorRange(span.base_address, span.nbytes, span.world.device)

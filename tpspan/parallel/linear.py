@@ -13,9 +13,9 @@ from tpspan.errors import ClosedError
 from tpspan.launch import start
 from tpspan.launch.world import World
 from tpspan.parallel.gathered import gathered_linear, own_part
-from tpspan.parallel.policy import Read, check_read
 from tpspan.parallel.reader import Reader, ReadStats
 from tpspan.parallel.staging import SharedWeight
+from tpspan.spans.reads import Read, check_read
 from tpspan.spans.span import Span
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

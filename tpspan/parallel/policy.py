@@ -10,25 +10,14 @@ figures behind the defaults are of H200 GPUs, bf16, K = 8192: in place 1 row of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal
 
-Read = Literal["auto", "in_place", "staged"]
+from tpspan.spans.reads import Read
+
 How = Literal["in_place", "staged"]
-READS: tuple[str, ...] = get_args(Read)
 
 SMALLEST_NBYTES = 1 << 20
 """A weight below this is always read in place: a copy takes 10 µs whatever its size."""
-
-
-def check_read(read: str) -> Read:
-    """Return the name of a policy, checked.
-
-    Raises:
-        ValueError: there is no such policy.
-    """
-    if read not in READS:
-        raise ValueError(f"read must be one of {', '.join(map(repr, READS))}, not {read!r}")
-    return cast(Read, read)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from tpspan.parallel.buffers import Buffers
-from tpspan.parallel.policy import SMALLEST_NBYTES, How, Read, check_read, choose
+from tpspan.parallel.policy import SMALLEST_NBYTES, How, choose
 from tpspan.parallel.rates import KnownRates
 from tpspan.parallel.reader import ReadStats
 from tpspan.parallel.shared import find_shared
 from tpspan.parallel.staging import SharedWeight
 from tpspan.parallel.substitution import Layer, substitute
+from tpspan.spans.reads import Read, check_read
 
 _NO_TASK = -1
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from tpspan.parallel.policy import How, Read, check_read, choose
+from tpspan.parallel.policy import How, choose
 from tpspan.parallel.rates import KnownRates
 from tpspan.parallel.staging import SharedWeight, staged_product
+from tpspan.spans.reads import Read, check_read
 
 
 @dataclass(frozen=True)

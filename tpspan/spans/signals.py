@@ -53,16 +53,20 @@ class SignalOps(Protocol):
 
 
 class Signals:
-    """The signals of one world, shared by its spans. Made by ``Signals.of``, collectively."""
+    """The signals of one world, shared by its spans. Made by ``Signals.of``, collectively.
+
+    Attributes:
+        shares_device: whether any two ranks share a GPU; the same on all.
+    """
 
     def __init__(self, world: World) -> None:
         self.board = Board.of(world)
         self.world_size = world.world_size
         exchange = self.board.exchange
-        shares_device = any(self.board.all_gather(world.shares_device))
+        self.shares_device = any(self.board.all_gather(world.shares_device))
         self._free = list(range(num_slots(world)))[::-1]
         with contextlib.ExitStack() as undo:
-            self._pages = Pages(exchange, world.driver, on_host=shares_device)
+            self._pages = Pages(exchange, world.driver, on_host=self.shares_device)
             undo.callback(self._pages.close)
 
             def make() -> SignalOps:
@@ -71,7 +75,7 @@ class Signals:
                     return HostOps(self._pages, exchange, world.timeout_s, num_cores)
                 # Now and not at first use: that may be while a stream is being captured.
                 kernels.prepare(world.device.index)
-                if shares_device:
+                if self.shares_device:
                     return StreamOps(self._pages, cast(CudaDriver, world.driver), world)
                 return KernelOps(self._pages, world)
 
