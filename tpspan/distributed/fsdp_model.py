@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
@@ -97,12 +96,7 @@ class SpansInUse:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.close()
 
