@@ -104,7 +104,7 @@ def _keep_what_exists() -> int:
 
 
 def _device_memory(world: Any) -> Callable[[], int] | None:
-    if world.backend != "cuda":
+    if world.backend != "cuda" or os.environ.get("TPSPAN_TESTS_SHARE_GPU") == "1":
         return None
     import torch  # CUDA only: the host backend's ranks need nothing of torch.cuda
 
