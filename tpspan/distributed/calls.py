@@ -13,20 +13,27 @@ the calls before it may not have written its inputs yet.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as _c10d
 
+from tpspan.distributed.checks import (
+    check_reduction_of,
+    check_tensor,
+    engine_of,
+    gathering_engine_of,
+    listed,
+    reduction_named,
+    serves,
+    tell,
+)
 from tpspan.distributed.domains import DomainsGroup
-from tpspan.distributed.groups import GatheringEngine, Group
-from tpspan.distributed.in_place import Engine, InPlace, place_in_span
-from tpspan.distributed.requests import Operation, Reduction, check_reduction, reduction_of
+from tpspan.distributed.groups import Group
+from tpspan.distributed.in_place import InPlace, place_in_span
+from tpspan.distributed.requests import Operation
 from tpspan.distributed.tensors import (
     alike,
     apart,
@@ -37,7 +44,6 @@ from tpspan.distributed.tensors import (
     readable,
     writable,
 )
-from tpspan.errors import TpspanError
 
 c10d: Any = _c10d  # torch's annotations do not export all of it
 
@@ -57,11 +63,11 @@ def all_gather_single(
     known = group.in_place.get(id(output))
     if known is not None and known.is_for(output, piece):
         return known.engine.run(known.call, [output], async_op)
-    engine = _gathering_engine(group, piece, output)
+    engine = gathering_engine_of(group, piece, output)
     try:
-        _check_tensor(piece, "input_tensor")
-        _check_tensor(output, "output_tensor")
-        if not _serves(engine, (output, piece)):
+        check_tensor(piece, "input_tensor")
+        check_tensor(output, "output_tensor")
+        if not serves(engine, (output, piece)):
             return NotImplemented
         if output.dtype != piece.dtype:
             output, piece = alike(output, piece)
@@ -72,7 +78,7 @@ def all_gather_single(
         check_memory(piece)
         check_writable(output)
     except Exception:
-        _tell(engine, Operation.ALL_GATHER)
+        tell(engine, Operation.ALL_GATHER)
         raise
     assert engine is not None
     nbytes = piece.nbytes
@@ -102,12 +108,12 @@ def all_gather(
         ValueError: not one output for each rank, or of another size than the piece where it is own.
         TypeError: the dtypes differ.
     """
-    engine = _gathering_engine(group, piece, *_listed(outputs))
+    engine = gathering_engine_of(group, piece, *listed(outputs))
     try:
         c10d._check_tensor_list(outputs, "tensor_list")
-        _check_tensor(piece, "tensor")
+        check_tensor(piece, "tensor")
         c10d._ensure_all_tensors_same_dtype(outputs, piece)
-        if not _serves(engine, (*outputs, piece)):
+        if not serves(engine, (*outputs, piece)):
             return NotImplemented
         if len(outputs) != group.size:
             raise ValueError(f"tensor_list must have {group.size} tensors, not {len(outputs)}")
@@ -124,7 +130,7 @@ def all_gather(
         for output in outputs:
             check_writable(output)
     except Exception:
-        _tell(engine, Operation.ALL_GATHER_LIST)
+        tell(engine, Operation.ALL_GATHER_LIST)
         raise
     assert engine is not None
 
@@ -141,16 +147,16 @@ def all_gather(
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int, async_op: bool) -> Any:
     """Give the root's tensor to every rank."""
-    engine = _engine(group, tensor)
+    engine = engine_of(group, tensor)
     try:
-        _check_tensor(tensor, "tensor")
-        if not _serves(engine, (tensor,)):
+        check_tensor(tensor, "tensor")
+        if not serves(engine, (tensor,)):
             return NotImplemented
         if not 0 <= root < group.size:
             raise ValueError(f"there is no rank {root} in a group of {group.size}")
         check_writable(tensor)
     except Exception:
-        _tell(engine, Operation.BROADCAST)
+        tell(engine, Operation.BROADCAST)
         raise
     assert engine is not None
 
@@ -168,16 +174,16 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: object, async_op: bool) -
     Raises:
         ValueError, TypeError: the operation has no meaning for this dtype, or is none.
     """
-    engine = _engine(group, tensor)
+    engine = engine_of(group, tensor)
     try:
-        _check_tensor(tensor, "tensor")
-        reduction = _reduction(op)
-        if reduction is None or not _serves(engine, (tensor,)):
+        check_tensor(tensor, "tensor")
+        reduction = reduction_named(op)
+        if reduction is None or not serves(engine, (tensor,)):
             return NotImplemented
-        _check_reduction("all_reduce", reduction, tensor.dtype)
+        check_reduction_of("all_reduce", reduction, tensor.dtype)
         check_writable(tensor, may_share=True)
     except Exception:
-        _tell(engine, Operation.ALL_REDUCE)
+        tell(engine, Operation.ALL_REDUCE)
         raise
     assert engine is not None
 
@@ -199,12 +205,12 @@ def reduce_scatter_single(
             has no meaning for this dtype.
         TypeError: the dtypes differ, or as above.
     """
-    engine = _engine(group, output, whole)
+    engine = engine_of(group, output, whole)
     try:
-        _check_tensor(output, "output")
-        _check_tensor(whole, "input")
-        reduction = _reduction(op)
-        if reduction is None or not _serves(engine, (output, whole)):
+        check_tensor(output, "output")
+        check_tensor(whole, "input")
+        reduction = reduction_named(op)
+        if reduction is None or not serves(engine, (output, whole)):
             return NotImplemented
         output, whole = alike(output, whole)
         if output.dtype != whole.dtype:
@@ -212,11 +218,11 @@ def reduce_scatter_single(
         if whole.numel() != output.numel() * group.size:
             text = "input tensor must be the same size as output size times world size"
             raise ValueError(text)
-        _check_reduction("reduce_scatter", reduction, output.dtype)
+        check_reduction_of("reduce_scatter", reduction, output.dtype)
         check_memory(whole)
         check_writable(output)
     except Exception:
-        _tell(engine, Operation.REDUCE_SCATTER)
+        tell(engine, Operation.REDUCE_SCATTER)
         raise
     assert engine is not None
     own_offset = -group.rank * output.nbytes
@@ -237,13 +243,13 @@ def reduce_scatter(
     Raises:
         ValueError, TypeError: as ``reduce_scatter_single``; or not one input for each rank.
     """
-    engine = _engine(group, output, *_listed(inputs))
+    engine = engine_of(group, output, *listed(inputs))
     try:
-        _check_tensor(output, "output")
+        check_tensor(output, "output")
         c10d._check_tensor_list(inputs, "input_list")
         c10d._ensure_all_tensors_same_dtype(output, inputs)
-        reduction = _reduction(op)
-        if reduction is None or not _serves(engine, (output, *inputs)):
+        reduction = reduction_named(op)
+        if reduction is None or not serves(engine, (output, *inputs)):
             return NotImplemented
         if len(inputs) != group.size:
             raise ValueError(f"input_list must have {group.size} tensors, not {len(inputs)}")
@@ -254,12 +260,12 @@ def reduce_scatter(
                 f"input_list[{group.rank}] must have the {output.numel()} elements of the output, "
                 f"not {inputs[group.rank].numel()}"
             )
-        _check_reduction("reduce_scatter", reduction, output.dtype)
+        check_reduction_of("reduce_scatter", reduction, output.dtype)
         for each in inputs:
             check_memory(each)
         check_writable(output)
     except Exception:
-        _tell(engine, Operation.REDUCE_SCATTER)
+        tell(engine, Operation.REDUCE_SCATTER)
         raise
     assert engine is not None
     # Parts of one size, padded where the parts are uneven: their list is the same on all ranks.
@@ -299,7 +305,7 @@ def all_gather_object(group: Group, value: object) -> Any:
     try:
         message = pickle.dumps(value)
     except Exception:
-        _tell(engine, Operation.ALL_GATHER_OBJECT)
+        tell(engine, Operation.ALL_GATHER_OBJECT)
         raise
     gathered: list[bytes] = []
     engine.run(lambda: gathered.extend(engine.all_gather_bytes(message)), [], False)
@@ -312,94 +318,8 @@ def refuse(group: Group, operation: Operation, *given: object) -> None:
     Args:
         given: the tensors of the call, as far as they are some.
     """
-    find = _gathering_engine if operation in _GATHERING else _engine
-    _tell(find(group, *given), operation)
+    find = gathering_engine_of if operation in _GATHERING else engine_of
+    tell(find(group, *given), operation)
 
 
 _GATHERING = (Operation.ALL_GATHER, Operation.ALL_GATHER_LIST)
-
-
-def _tell(engine: GatheringEngine | None, operation: Operation) -> None:
-    """Tell the other ranks; whatever they answer, this rank's own error says more."""
-    if engine is not None:
-        with contextlib.suppress(TpspanError):
-            engine.run(functools.partial(engine.refuse, operation), [], False)
-
-
-def _engine(group: Group, *given: object) -> Engine | None:
-    found = _gathering_engine(group, *given)
-    return None if isinstance(found, DomainsGroup) else found
-
-
-def _gathering_engine(group: Group, *given: object) -> GatheringEngine | None:
-    """What carries out calls on the first tensor's device, or else the group's."""
-    for tensor in given:
-        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-            return group.gathering_engine(tensor.device)
-    return group.gathering_engine(group.default_device())
-
-
-def _serves(engine: GatheringEngine | None, tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether spans serve these tensors.
-
-    Raises:
-        NotImplementedError: nobody does: some have no data.
-        ValueError: they are on different devices, or not on the group's.
-    """
-    device = tensors[0].device
-    for tensor in tensors:
-        if tensor.device != device or (engine is not None and device != engine.world.device):
-            raise _misplaced(engine, tensors)
-        if tensor.layout is not torch.strided:
-            return False
-    return engine is not None
-
-
-def _misplaced(
-    engine: GatheringEngine | None, tensors: tuple[torch.Tensor, ...]
-) -> NotImplementedError | ValueError:
-    devices = sorted({str(tensor.device) for tensor in tensors})
-    if "meta" in devices:
-        return NotImplementedError("tensors on the device meta have no data to be exchanged")
-    if len(devices) > 1:
-        return ValueError(f"the tensors are on different devices: {' and '.join(devices)}")
-    assert engine is not None
-    return ValueError(
-        f"the calls of this group are on {engine.world.device}, not on {devices[0]}: call "
-        "torch.cuda.set_device before the group's first call"
-    )
-
-
-def _check_tensor(value: object, name: str) -> None:
-    if not isinstance(value, torch.Tensor):
-        c10d._check_single_tensor(value, name)
-
-
-def _listed(tensors: object) -> Iterable[object]:
-    return tensors if isinstance(tensors, list | tuple) else ()
-
-
-def _reduction(op: object) -> Reduction | None:
-    """The reduction that an operation of torch names; None if spans do not serve it."""
-    found = reduction_of(op)
-    if found is None and not isinstance(op, ReduceOp | ReduceOp.RedOpType):
-        raise TypeError(f"op must be one of torch's ReduceOp, not {op!r}")
-    return found
-
-
-def _check_reduction(operation: str, reduction: Reduction, dtype: torch.dtype) -> None:
-    objection = _objection(operation, reduction, dtype)
-    if objection is not None:
-        kind, text = objection
-        raise kind(text)
-
-
-@functools.cache
-def _objection(
-    operation: str, reduction: Reduction, dtype: torch.dtype
-) -> tuple[Callable[[str], Exception], str] | None:
-    try:
-        check_reduction(operation, reduction, dtype)
-    except (ValueError, TypeError) as error:
-        return type(error), str(error)
-    return None
