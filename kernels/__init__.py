@@ -1,4 +1,4 @@
-"""Kernels over plain addresses: post, wait, barrier and copies, on a CUDA stream and on the host.
+"""Kernels over plain addresses: signals, copies and sums, on a CUDA stream and on the host.
 
 ==============  ===============  ==================================================================
 what            written in       why not plain numba
@@ -7,6 +7,8 @@ post, wait,     numba to PTX     system-scope acquire and release and the clock 
 barrier                          single PTX instructions, which numba's intrinsics carry (ptx.py)
 gather_copy,    numba to PTX     16-byte loads and stores, likewise
 rotated_copy
+pull, sum_*,    numba to PTX     the same, and conversions of two floats at once
+fused_*, ll_*
 host_post,      numba njit       atomics are LLVM's own, futex and clock the C library's, both
 host_wait,                       through numba's intrinsics (atomics.py)
 host_barrier

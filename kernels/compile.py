@@ -12,7 +12,7 @@ import importlib
 import re
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,10 @@ _BODIES: dict[str, tuple[str, int]] = {
     "fused_sum_f32": ("tpspan.kernels.device_fused", 14),
     "fused_sum_bf16": ("tpspan.kernels.device_fused", 14),
     "fused_sum_f16": ("tpspan.kernels.device_fused", 14),
+    "ll_gather": ("tpspan.kernels.device_ll", 12),
+    "ll_sum_f32": ("tpspan.kernels.device_ll", 13),
+    "ll_sum_bf16": ("tpspan.kernels.device_ll", 13),
+    "ll_sum_f16": ("tpspan.kernels.device_ll", 13),
 }
 _OF_SPANS = ("post", "wait", "barrier", "gather_copy", "rotated_copy")
 _COMPILE_ADVICE = (
@@ -145,14 +149,45 @@ class DeviceKernel:
         is_there = stream or self._current_device() == self.device_index
         if is_there and not self._launch(*call)[0]:
             return
-        with _device_context(self._driver, self.device_index):  # this thread may have had none
+        self._launch_again(call)
+
+    def bind(self, num_blocks: int, num_threads: int, *arguments: int) -> Callable[[int], None]:
+        """A launch with these arguments on a stream given by its handle, to be made many times.
+
+        Any thread may call it. It raises what launching the kernel itself does.
+        """
+        assert len(arguments) == _BODIES[self.name][1]
+        # An array of pointers keeps what they point to; the driver copies it in the call.
+        word = ctypes.POINTER(ctypes.c_int64)
+        words = [ctypes.pointer(ctypes.c_int64(argument)) for argument in arguments]
+        pointers = (word * len(words))(*words)
+        shape = (self._function, num_blocks, 1, 1, num_threads, 1, 1, 0)
+        calls: dict[int, tuple[Any, ...]] = {}
+        launch, current_device, index = self._launch, self._current_device, self.device_index
+
+        def call_on(stream: int) -> tuple[Any, ...]:
+            on = self._driver.CUstream(stream)
+            calls[stream] = made = (*shape, on, ctypes.addressof(pointers), 0)
+            return made
+
+        def launch_on(stream: int) -> None:
+            call = calls.get(stream) or call_on(stream)
+            if (stream or current_device() == index) and not launch(*call)[0]:
+                return
+            self._launch_again(call)
+
+        return launch_on
+
+    def _launch_again(self, call: tuple[Any, ...]) -> None:
+        """With the device's context, which this thread may not have had."""
+        with _device_context(self._driver, self.device_index):
             (code,) = self._launch(*call)
         if code:
             raise DriverError(
                 "cuLaunchKernel",
                 int(code),
                 code.name,
-                {"kernel": self.name, "num_blocks": num_blocks, "num_threads": num_threads},
+                {"kernel": self.name, "num_blocks": call[1], "num_threads": call[4]},
                 "An earlier kernel may have failed: errors of a device show at the next call.",
             )
 

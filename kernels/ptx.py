@@ -42,6 +42,31 @@ def _store(text: str, numba_type: Any, letter: str) -> tuple[Any, Emit]:
     return types.void(types.int64, numba_type), emit
 
 
+def _load_two(text: str) -> tuple[Any, Emit]:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pair = ir.LiteralStructType([_I64, _I64])
+        loaded = _call(builder, pair, text, "=l,=l,l,~{memory}", arguments)
+        words = [builder.extract_value(loaded, index) for index in range(2)]
+        return context.make_tuple(builder, signature.return_type, words)
+
+    return types.UniTuple(types.uint64, 2)(types.int64), emit
+
+
+def _store_two(text: str) -> tuple[Any, Emit]:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _call(builder, _VOID, text, "l,l,l,~{memory}", arguments)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.uint64, types.uint64), emit
+
+
+def _pack(text: str) -> tuple[Any, Emit]:
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _call(builder, _I32, text, "=r,f,f", arguments)
+
+    return types.uint32(types.float32, types.float32), emit
+
+
 @intrinsic  # type: ignore[misc]
 def load_count(typing: Any, address: Any) -> tuple[Any, Emit]:
     """A count of this rank's own, which only kernels of one stream touch."""
@@ -67,6 +92,24 @@ def store_release(typing: Any, address: Any, value: Any) -> tuple[Any, Emit]:
 
 
 @intrinsic  # type: ignore[misc]
+def store_relaxed(typing: Any, address: Any, value: Any) -> tuple[Any, Emit]:
+    """A counter that another GPU acquires; behind a fence_system it releases all before."""
+    return _store("st.relaxed.sys.global.u32 [$0], $1;", types.uint32, "r")
+
+
+@intrinsic  # type: ignore[misc]
+def load_pair(typing: Any, address: Any) -> tuple[Any, Emit]:
+    """Two words at sixteen aligned bytes that another GPU may be writing; each is whole."""
+    return _load_two("ld.relaxed.sys.global.v2.u64 {$0, $1}, [$2];")
+
+
+@intrinsic  # type: ignore[misc]
+def store_pair(typing: Any, address: Any, low: Any, high: Any) -> tuple[Any, Emit]:
+    """Two words at sixteen aligned bytes that another GPU may be reading; each arrives whole."""
+    return _store_two("st.relaxed.sys.global.v2.u64 [$0], {$1, $2};")
+
+
+@intrinsic  # type: ignore[misc]
 def load_int64(typing: Any, address: Any) -> tuple[Any, Emit]:
     """A word of a table that nobody writes during the kernel."""
     return _load("ld.global.nc.u64 $0, [$1];", types.int64, _I64, "l")
@@ -76,6 +119,12 @@ def load_int64(typing: Any, address: Any) -> tuple[Any, Emit]:
 def load_word(typing: Any, address: Any) -> tuple[Any, Emit]:
     """Eight aligned bytes of data."""
     return _load("ld.global.u64 $0, [$1];", types.uint64, _I64, "l")
+
+
+@intrinsic  # type: ignore[misc]
+def store_word(typing: Any, address: Any, value: Any) -> tuple[Any, Emit]:
+    """Eight aligned bytes of data."""
+    return _store("st.global.u64 [$0], $1;", types.uint64, "l")
 
 
 @intrinsic  # type: ignore[misc]
@@ -92,25 +141,43 @@ def store_byte(typing: Any, address: Any, value: Any) -> tuple[Any, Emit]:
 def load_vector(typing: Any, address: Any) -> tuple[Any, Emit]:
     """Sixteen aligned bytes as two words; they pass once, so they do not stay in L1."""
 
+    return _load_two("ld.global.L1::no_allocate.v2.u64 {$0, $1}, [$2];")
+
+
+@intrinsic  # type: ignore[misc]
+def load_vector_if(typing: Any, address: Any, is_wanted: Any) -> tuple[Any, Emit]:
+    """The same, or zeros and no access. Without a branch: loads behind it need not wait."""
+
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        text = (
+            "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.u64 $0, 0; mov.u64 $1, 0; "
+            "@p ld.global.L1::no_allocate.v2.u64 {$0, $1}, [$2]; }"
+        )
         pair = ir.LiteralStructType([_I64, _I64])
-        text = "ld.global.L1::no_allocate.v2.u64 {$0, $1}, [$2];"
-        loaded = _call(builder, pair, text, "=l,=l,l,~{memory}", arguments)
+        # Both results are written before the address is read: "&" keeps them apart from it.
+        loaded = _call(builder, pair, text, "=&l,=&l,l,r,~{memory}", arguments)
         words = [builder.extract_value(loaded, index) for index in range(2)]
         return context.make_tuple(builder, signature.return_type, words)
 
-    return types.UniTuple(types.uint64, 2)(types.int64), emit
+    return types.UniTuple(types.uint64, 2)(types.int64, types.uint32), emit
 
 
 @intrinsic  # type: ignore[misc]
 def store_vector(typing: Any, address: Any, low: Any, high: Any) -> tuple[Any, Emit]:
     """Two words as sixteen aligned bytes."""
+    return _store_two("st.global.v2.u64 [$0], {$1, $2};")
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _call(builder, _VOID, "st.global.v2.u64 [$0], {$1, $2};", "l,l,l,~{memory}", arguments)
-        return context.get_dummy_value()
 
-    return types.void(types.int64, types.uint64, types.uint64), emit
+@intrinsic  # type: ignore[misc]
+def pack_bf16(typing: Any, low: Any, high: Any) -> tuple[Any, Emit]:
+    """Two fp32 rounded to bf16, to the nearest, ties to even: one instruction from sm_80 on."""
+    return _pack("cvt.rn.bf16x2.f32 $0, $2, $1;")
+
+
+@intrinsic  # type: ignore[misc]
+def pack_f16(typing: Any, low: Any, high: Any) -> tuple[Any, Emit]:
+    """Two fp32 rounded to fp16, likewise."""
+    return _pack("cvt.rn.f16x2.f32 $0, $2, $1;")
 
 
 @intrinsic  # type: ignore[misc]

@@ -5,11 +5,14 @@ Ranks that share a device must not use these: a kernel that waits keeps the othe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tpspan.kernels.compile import kernel
 
-FUSED_BLOCKS = 32
+# More than saturate the link: they also stage and add. One on each multiprocessor costs nothing
+# when few bytes are to be moved, for blocks meet at the same time.
+FUSED_BLOCKS = 64
 _NUM_THREADS = 512
 _SMALLEST_CHUNK_NBYTES = 1024
 _VECTOR_NBYTES = 16
@@ -48,24 +51,16 @@ class FusedPlace:
 
 def fused_gather(place: FusedPlace, target: int, source: int, nbytes: int, stream: int) -> None:
     """Gather ``nbytes`` of every rank, one after another; the input may lie at its place."""
-    kernel("fused_gather", place.device)(
-        stream,
-        FUSED_BLOCKS,
-        _NUM_THREADS,
-        target,
-        source,
-        nbytes,
-        _chunk_nbytes(nbytes),
-        place.staging,
-        place.region_nbytes,
-        place.base,
-        place.page_nbytes,
-        place.rank,
-        place.world_size,
-        place.epochs,
-        place.status,
-        place.timeout_ns,
-    )
+    arguments = _gather_arguments(place, target, source, nbytes)
+    kernel("fused_gather", place.device)(stream, FUSED_BLOCKS, _NUM_THREADS, *arguments)
+
+
+def plan_fused_gather(
+    place: FusedPlace, target: int, source: int, nbytes: int
+) -> Callable[[int], None]:
+    """The same call, to be made many times on a stream."""
+    arguments = _gather_arguments(place, target, source, nbytes)
+    return kernel("fused_gather", place.device).bind(FUSED_BLOCKS, _NUM_THREADS, *arguments)
 
 
 def fused_sum(
@@ -81,17 +76,53 @@ def fused_sum(
 
     Args:
         dtype: one of ``FUSED_SUM_DTYPES``.
-        target, source, nbytes: multiples of 16.
+        target, source, nbytes: multiples of 16, but for a source that is not the target.
         divisor: 1 for a sum, ``world_size`` for the mean.
     """
-    kernel(_SUMS[dtype], place.device)(
-        stream,
-        FUSED_BLOCKS,
-        _NUM_THREADS,
+    arguments = _sum_arguments(place, target, source, nbytes, divisor)
+    kernel(_SUMS[dtype], place.device)(stream, FUSED_BLOCKS, _NUM_THREADS, *arguments)
+
+
+def plan_fused_sum(
+    place: FusedPlace, dtype: str, target: int, source: int, nbytes: int, divisor: int
+) -> Callable[[int], None]:
+    """The same call, to be made many times on a stream."""
+    arguments = _sum_arguments(place, target, source, nbytes, divisor)
+    return kernel(_SUMS[dtype], place.device).bind(FUSED_BLOCKS, _NUM_THREADS, *arguments)
+
+
+def fused_chunk_nbytes(nbytes: int) -> int:
+    """One chunk a block, in whole vectors."""
+    even = -(-nbytes // FUSED_BLOCKS)
+    return max(-(-even // _VECTOR_NBYTES) * _VECTOR_NBYTES, _SMALLEST_CHUNK_NBYTES)
+
+
+def _gather_arguments(place: FusedPlace, target: int, source: int, nbytes: int) -> tuple[int, ...]:
+    return (
         target,
         source,
         nbytes,
-        _chunk_nbytes(nbytes),
+        _checked_chunk(place, nbytes),
+        place.staging,
+        place.region_nbytes,
+        place.base,
+        place.page_nbytes,
+        place.rank,
+        place.world_size,
+        place.epochs,
+        place.status,
+        place.timeout_ns,
+    )
+
+
+def _sum_arguments(
+    place: FusedPlace, target: int, source: int, nbytes: int, divisor: int
+) -> tuple[int, ...]:
+    return (
+        target,
+        source,
+        nbytes,
+        _checked_chunk(place, nbytes),
         place.staging,
         place.region_nbytes,
         place.base,
@@ -105,7 +136,7 @@ def fused_sum(
     )
 
 
-def _chunk_nbytes(nbytes: int) -> int:
-    """One chunk a block, in whole vectors."""
-    even = -(-nbytes // FUSED_BLOCKS)
-    return max(-(-even // _VECTOR_NBYTES) * _VECTOR_NBYTES, _SMALLEST_CHUNK_NBYTES)
+def _checked_chunk(place: FusedPlace, nbytes: int) -> int:
+    if not 0 <= nbytes <= place.region_nbytes // 2:
+        raise ValueError(f"{nbytes} bytes a rank; there is room for {place.region_nbytes // 2}")
+    return fused_chunk_nbytes(nbytes)

@@ -9,7 +9,7 @@ import torch
 
 from tpspan.kernels.host_exchange import host_pull
 from tpspan.kernels.host_reduce import HOST_SUM_DTYPES, host_sum
-from tpspan.kernels.stream_fused import FUSED_BLOCKS, FusedPlace, fused_gather, fused_sum
+from tpspan.kernels.stream_fused import FUSED_BLOCKS, FusedPlace, fused_gather, plan_fused_sum
 from tpspan.kernels.stream_reduce import DEVICE_SUM_DTYPES, device_sum, pull
 
 NUMELS = (1, 7, 8, 4095, 4096, 4097, 100_003)
@@ -187,7 +187,7 @@ def test_fused_calls_of_one_rank(stream: int) -> None:
         out = torch.empty_like(x)
         fused_gather(place, out.data_ptr(), x.data_ptr(), numel * 2, stream)
         assert out.equal(x)
-        fused_sum(place, "bfloat16", out.data_ptr(), x.data_ptr(), numel * 2, 2, stream)
+        plan_fused_sum(place, "bfloat16", out.data_ptr(), x.data_ptr(), numel * 2, 2)(stream)
         assert out.equal((x.float() / 2).bfloat16())
         assert bool((epochs == 2 * turn).all())
     assert int(status) == 0

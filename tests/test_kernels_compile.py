@@ -33,6 +33,10 @@ def test_kernels_compile_to_ptx_without_a_gpu(
         "wait": ["ld.acquire.sys", "%globaltimer"],
         "barrier": ["st.release.sys", "ld.acquire.sys", "%globaltimer", "bar.sync"],
     }
+    if name.startswith("ll_"):
+        words = ["ld.relaxed.sys.global.v2.u64", "st.relaxed.sys.global.v2.u64", "bar.sync"]
+        instructions[name] = [*words, "%globaltimer"]
+        assert "fence.acq_rel" not in ptx
     for instruction in instructions.get(name, ["ld.global.L1::no_allocate.v2", "st.global.v2"]):
         assert instruction in ptx
 

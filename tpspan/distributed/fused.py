@@ -1,12 +1,14 @@
 """Small calls in one launch, where every rank has a GPU of its own.
 
-Two pages of every rank: one of counters, one with two buffers that are used in turn. Who may write
-which when is the kernels' affair: see ``tpspan.kernels.device_fused``.
+Very small ones go in words that carry a flag (``tpspan.kernels.device_ll``); the others are staged,
+and their counters and two buffers of every rank are used in turn (``tpspan.kernels.device_fused``).
+Who may write which when is the kernels' affair; each way has memory and counts of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,14 +22,39 @@ from tpspan.kernels.stream_fused import (
     FusedPlace,
     fused_gather,
     fused_sum,
+    plan_fused_gather,
+    plan_fused_sum,
+)
+from tpspan.kernels.stream_ll import (
+    LL_BLOCKS,
+    LL_KERNELS,
+    LL_MOST_RANKS,
+    LLPlace,
+    ll_gather,
+    ll_region_nbytes,
+    ll_sum,
+    plan_ll_gather,
+    plan_ll_sum,
 )
 from tpspan.launch.world import World
 from tpspan.spans.board import Board
 from tpspan.spans.pages import Pages
 
-FUSED_NBYTES = 512 << 10
+# All of a rank. With words up to here: they are twice the bytes, but save a meeting of 3 us.
+LL_NBYTES = 64 << 10
+GATHER_NBYTES = 2 << 20
+# Everybody reads everything: of two ranks that is as much as a sum in two steps moves.
+_SUM_NBYTES = {2: 4 << 20}
+_SUM_NBYTES_OF_MORE = 1 << 20
 _ALIGNMENT = 16
 _NAMES = {getattr(torch, name): name for name in FUSED_SUM_DTYPES}
+
+
+def sum_limit_nbytes(world_size: int) -> int:
+    """Up to how many bytes a sum is made in one launch; none if there are too many ranks."""
+    if world_size > LL_MOST_RANKS:
+        return 0
+    return _SUM_NBYTES.get(world_size, _SUM_NBYTES_OF_MORE)
 
 
 class Fused:
@@ -38,22 +65,35 @@ class Fused:
 
     def __init__(self, world: World) -> None:
         board = Board.of(world)
+        self._sum_nbytes = sum_limit_nbytes(world.world_size)
+        self._ll_nbytes = LL_NBYTES if world.world_size <= LL_MOST_RANKS else 0
+        page = world.driver.page_nbytes
+        words_nbytes = -(-ll_region_nbytes(world.world_size) // page) * page
         with contextlib.ExitStack() as undo:
-            counters = Pages(board.exchange, world.driver)
-            undo.callback(counters.close)
-            staging = Pages(board.exchange, world.driver)
-            undo.callback(staging.close)
-            zeros = torch.zeros(counters.page_nbytes, dtype=torch.uint8, device=world.device)
-            own = counters.base_address + world.rank * counters.page_nbytes
+
+            def pages(nbytes: int) -> Pages:
+                made = Pages(board.exchange, world.driver, nbytes=nbytes)
+                undo.callback(made.close)
+                return made
+
+            counters = pages(page)
+            staging = pages(2 * max(GATHER_NBYTES, self._sum_nbytes))
+            words = pages(words_nbytes)
             stream = torch.cuda.current_stream(world.device)
-            world.driver.copy(own, zeros.data_ptr(), counters.page_nbytes, stream.cuda_stream)
-            stream.synchronize()
+            for cleared in (counters, words):
+                nbytes = cleared.page_nbytes
+                zeros = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
+                own = cleared.address_of(world.rank)
+                world.driver.copy(own, zeros.data_ptr(), nbytes, stream.cuda_stream)
+                stream.synchronize()
             self._undo = undo.pop_all()
-        prepare(world.device.index, FUSED_KERNELS)
-        self._epochs = torch.zeros(FUSED_BLOCKS, dtype=torch.int32, device=world.device)
+        prepare(world.device.index, (*FUSED_KERNELS, *LL_KERNELS))
+        num_counts = FUSED_BLOCKS + LL_BLOCKS
+        self._epochs = torch.zeros(num_counts, dtype=torch.int32, device=world.device)
         self._status = torch.zeros(world.world_size, dtype=torch.int32).pin_memory()
         self._status_bytes = memoryview(cast(Any, self._status.numpy())).cast("B")
         self._all_well = bytes(len(self._status_bytes))
+        timeout_ns = int(world.timeout_s * 1e9)
         self._place = FusedPlace(
             staging.base_address,
             staging.page_nbytes,
@@ -63,35 +103,91 @@ class Fused:
             world.world_size,
             self._epochs.data_ptr(),
             self._status.data_ptr(),
-            int(world.timeout_s * 1e9),
+            timeout_ns,
             world.device.index,
         )
+        self._ll_place = LLPlace(
+            words.base_address,
+            words.page_nbytes,
+            world.rank,
+            world.world_size,
+            self._epochs[FUSED_BLOCKS:].data_ptr(),
+            self._status.data_ptr(),
+            timeout_ns,
+            world.device.index,
+        )
+        torch.cuda.synchronize(world.device)  # the counts are zeros before any stream uses them
         board.barrier()  # nobody posts before every page is mapped and cleared
 
     def serves_gather(self, nbytes: int) -> bool:
         """Whether a gather of so many bytes of each rank is made here."""
-        return 0 < nbytes <= FUSED_NBYTES
+        return 0 < nbytes <= GATHER_NBYTES
 
     def serves_sum(self, nbytes: int, dtype: torch.dtype) -> bool:
         """Whether a sum of vectors of so many bytes is made here."""
-        return 0 < nbytes <= FUSED_NBYTES and not nbytes % _ALIGNMENT and dtype in _NAMES
+        if not 0 < nbytes <= self._sum_nbytes or dtype not in _NAMES:
+            return False
+        return nbytes <= self._ll_nbytes or not nbytes % _ALIGNMENT
 
     def gather(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Gather every rank's bytes, one after another."""
         self.check()
-        fused_gather(self._place, target, source, nbytes, stream)
+        if nbytes <= self._ll_nbytes:
+            ll_gather(self._ll_place, target, source, nbytes, stream)
+        else:
+            fused_gather(self._place, target, source, nbytes, stream)
+
+    def plan_gather(self, target: int, source: int, nbytes: int) -> Callable[[int], None]:
+        """The same call, to be made many times on a stream; the memory must stay what it is."""
+        if nbytes <= self._ll_nbytes:
+            return self._checked(plan_ll_gather(self._ll_place, target, source, nbytes))
+        return self._checked(plan_fused_gather(self._place, target, source, nbytes))
 
     def sum(self, tensor: torch.Tensor, divisor: int, stream: int) -> None:
         """Add the ranks' tensors in place, in fp32, and divide."""
         self.check()
-        source = tensor.data_ptr()
-        nbytes = tensor.numel() * tensor.element_size()
+        source, nbytes, name = tensor.data_ptr(), tensor.nbytes, _NAMES[tensor.dtype]
+        if nbytes <= self._ll_nbytes:
+            ll_sum(self._ll_place, name, source, source, nbytes, divisor, stream)
+            return
         # Another rank's tensor may well be aligned: the way is the same, the result is moved.
         result = tensor if not source % _ALIGNMENT else torch.empty_like(tensor)
-        name = _NAMES[tensor.dtype]
         fused_sum(self._place, name, result.data_ptr(), source, nbytes, divisor, stream)
         if result is not tensor:
             tensor.detach().copy_(result)
+
+    def plan_sum(self, tensor: torch.Tensor, divisor: int) -> Callable[[int], None]:
+        """The same call, to be made many times on what is then the current stream.
+
+        The tensor must stay where it is.
+        """
+        source, nbytes, name = tensor.data_ptr(), tensor.nbytes, _NAMES[tensor.dtype]
+        if nbytes <= self._ll_nbytes:
+            launch = plan_ll_sum(self._ll_place, name, source, source, nbytes, divisor)
+            return self._checked(launch)
+        kept = tensor.detach()
+        result = kept if not source % _ALIGNMENT else torch.empty_like(kept)
+        target = result.data_ptr()
+        launch = plan_fused_sum(self._place, name, target, source, nbytes, divisor)
+        if result is kept:
+            return self._checked(launch)
+
+        def launch_and_move(stream: int) -> None:
+            launch(stream)
+            kept.copy_(result)
+
+        return self._checked(launch_and_move)
+
+    def _checked(self, launch: Callable[[int], None]) -> Callable[[int], None]:
+        """Behind the look for a late rank, which every call begins with."""
+        status, all_well, check = self._status_bytes, self._all_well, self.check
+
+        def checked(stream: int) -> None:
+            if status != all_well:
+                check()
+            launch(stream)
+
+        return checked
 
     def check(self) -> None:
         """Raise what a kernel's wait ran into.
