@@ -25,7 +25,9 @@ def test_rings_of_other_depths(ranks: Ranks, mode: str, depth: int) -> None:
 
 
 @PAIR
-@pytest.mark.parametrize("body", ["held", "one_address_one_slot", "without_waiting", "misused"])
+@pytest.mark.parametrize(
+    "body", ["held", "small_blocks", "one_address_one_slot", "without_waiting", "misused"]
+)
 def test_slots(ranks: Ranks, body: str) -> None:
     ranks.run(f"bodies.handoff:{body}")
 

@@ -15,6 +15,7 @@ from tpspan.errors import CaptureError, DriverError, InUseError, PeerError
 from tpspan.memory.host import HostDriver
 from tpspan.parallel.packing import HEADER_WORDS, Packing, decode, encode, strides_of
 from tpspan.parallel.ring import Ring
+from tpspan.parallel.side import MOST_AHEAD, Side
 from tpspan.parallel.turns import StreamTurns
 from tpspan.spans.remapper import Lane, Remapper
 
@@ -346,3 +347,27 @@ def test_a_host_that_is_ahead_sees_that_the_other_side_is_dead() -> None:
     hosts.ahead = False
     stream_turns(hosts, is_producer=True).wait(2, 7, 1.0)
     assert len(hosts.log) == 2, "what it has given may still be read"
+
+
+def test_the_host_is_not_too_far_ahead_of_its_remaps(remapper: Remapper) -> None:
+    """A launch that waits for room in a full queue might keep the helper from remapping."""
+    side = Side.__new__(Side)
+    after, gate = FakeAfter(), FakeGate()
+    side.lane = lane_of(remapper, gate)
+    for turn in range(1, MOST_AHEAD + 2):
+        side.lane.submit(after, lambda: None, turn)
+    side.hold(0, MOST_AHEAD)  # nothing has been remapped, and it goes on
+    finished = threading.Event()
+
+    def hold() -> None:
+        side.hold(0, MOST_AHEAD + 1)
+        finished.set()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert not finished.wait(0.05)
+    after.is_set.set()
+    assert finished.wait(5)
+    thread.join()
+    until(lambda: side.lane is not None and side.lane.is_idle)
+    side.end_remaps(remapper)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tpspan.parallel.pipeline_output import DirectOutput, MovedOutput, as_tuple
+from tpspan.parallel.pipeline_watch import Call
 from tpspan.tools.bench.transformer import Block
 
 
@@ -40,6 +41,20 @@ class Recomputed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
+class Twice(nn.Module):
+    """A part that is called again, operations between, and outputs of a part within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.block = Block(8, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.inner(x)
+        z = self.inner(y) + x
+        return z, y * 2, self.block(x), z + y
+
+
 CASES: list[tuple[nn.Module, tuple[int, ...], list[int]]] = [
     (nn.Sequential(Block(8, 2), Block(8, 2)), (2, 5, 8), []),
     (nn.Linear(8, 8), (4, 8), []),
@@ -49,6 +64,7 @@ CASES: list[tuple[nn.Module, tuple[int, ...], list[int]]] = [
     (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)), (4, 8), []),
     (Several(), (4, 8), [2]),
     (Halves(), (4, 8), [0, 1]),
+    (Twice(), (2, 4, 8), []),
     # autograd keeps the output of these for the backward pass
     (nn.Sequential(nn.Linear(8, 8), nn.ReLU()), (4, 8), [0]),
     (nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), (4, 8), [0]),
@@ -92,6 +108,21 @@ def test_outputs_lie_in_their_place(
         assert all(a is b is None or (a is not None and a.equal(b)) for a, b in pairs)
     everything = list(range(len(as_tuple(module(torch.randn(shape))))))
     assert found == [everything, left, left]
+
+
+def test_few_operations_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs some 15 µs; a block has dozens."""
+    seen: list[Any] = []
+    monkeypatch.setattr(Call, "add", lambda call, operation: seen.append(operation))
+    module = nn.Sequential(Block(8, 2), Block(8, 2))
+    direct = DirectOutput(module)
+    numbers = []
+    for _ in range(2):
+        seen.clear()
+        x = torch.randn(2, 5, 8, requires_grad=True)
+        direct.call(lambda: module(x), lambda n, shape, dtype: torch.empty(shape))  # noqa: B023
+        numbers.append(len(seen))
+    assert numbers[0] > 20 and numbers[1] <= 2, numbers
 
 
 def test_recomputed_layers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -129,6 +130,34 @@ def held(world: World) -> None:
                 slots[index].release()
             assert isinstance(failure(slots[0].tensor, (1,), torch.int8), ClosedError)
             del slots
+
+
+def small_blocks(world: World) -> None:
+    """Blocks lie side by side in as few pages as hold them all; remaps take whole ones."""
+    with Handoff(world, 0, 1, 5000, depth=200) as handoff:
+        stats = handoff.stats()
+        assert stats.nbytes == handoff.block_nbytes == 8192
+        pages = 200 * 8192 if world.backend == "host" else PAGE_NBYTES
+        assert stats.ring_nbytes == pages
+        side = side_of(handoff, producer=world.rank == 0)
+        assert side.table.reservation.nbytes == PAGE_NBYTES
+        slots = [handoff.acquire() for _ in range(200)]
+        tensors = [slot.tensor((2048,), torch.int32) for slot in slots]
+        gaps = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(tensors)}
+        assert gaps == {8192}
+        for turn, tensor in enumerate(tensors):
+            if world.rank == 0:
+                tensor.fill_(turn)
+            else:
+                assert bool((tensor == turn).all())
+        assert "do not fit" in str(failure(slots[0].tensor, (1,), torch.int8))
+        for slot in slots:
+            slot.release()
+        del tensors, tensor, slot, slots, side
+        finish(world)
+    with Handoff(world, 0, 1, 5000, mode="remap") as handoff:
+        stats = handoff.stats()
+        assert (stats.nbytes, stats.ring_nbytes) == (PAGE_NBYTES, 2 * PAGE_NBYTES)
 
 
 def one_address_one_slot(world: World) -> None:

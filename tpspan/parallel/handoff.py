@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -12,13 +11,14 @@ import torch
 from tpspan.errors import ClosedError
 from tpspan.launch.world import World
 from tpspan.parallel.handoff_arguments import (
+    BLOCK_UNIT_NBYTES,
     HandoffStats,
     checked_ranks,
     choose_mode,
     places_of,
 )
 from tpspan.parallel.handoff_mapped import MappedTransport
-from tpspan.parallel.handoff_parts import Shape
+from tpspan.parallel.handoff_parts import Shape, round_up
 from tpspan.parallel.handoff_send import SendTransport
 from tpspan.parallel.headers import LARGEST_DEPTH
 from tpspan.parallel.link import Link
@@ -46,7 +46,8 @@ class Handoff:
         src: produces.
         dst: consumes; several ranks read the same blocks, and may not write them. It may be ``src``
             itself: then one process stands on both sides.
-        nbytes: room in a block, for all tensors of one hand-over; rounded up to pages of 2 MiB.
+        nbytes: room in a block, for all tensors of one hand-over; rounded up to 4 KiB. All blocks
+            together take whole pages of 2 MiB; in ``remap`` mode each block does.
         mode: ``auto`` takes ``window``, or ``remap`` for a fixed address; ``send`` if the ranks
             cannot map each other's memory.
         depth: blocks that go round: so many may be on their way.
@@ -89,10 +90,10 @@ class Handoff:
                 raise ValueError(f"depth={depth}: in {chosen} mode {least} to {LARGEST_DEPTH}")
             if chosen == "send" and targets == (src,):
                 raise ValueError("a rank does not send to itself: use another mode")
-            page_nbytes = world.driver.page_nbytes
-            block_nbytes = -(-nbytes // page_nbytes) * page_nbytes
+            page_nbytes, remaps = world.driver.page_nbytes, chosen == "remap"
+            block_nbytes = round_up(nbytes, page_nbytes if remaps else BLOCK_UNIT_NBYTES)
             inner = tuple(map(link.inner, targets))
-            return Shape(link.inner(src), inner, block_nbytes, depth, chosen == "remap")
+            return Shape(link.inner(src), inner, block_nbytes, depth, remaps, page_nbytes)
 
         request = (src, targets, nbytes, mode, depth, fixed_address)
         self.world, self.src, self.dst, self.depth = world, src, targets, depth
@@ -205,6 +206,7 @@ class Handoff:
             mode=self.mode,
             nbytes=self.block_nbytes,
             depth=self.depth,
+            ring_nbytes=transport.ring_nbytes,
             num_handovers=self._num_finished,
             num_remaps=transport.num_remaps,
             copied_nbytes=transport.copied_nbytes,
@@ -270,12 +272,7 @@ class Handoff:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.close()
         else:  # the other ranks may be elsewhere: ask none of them

@@ -11,6 +11,8 @@ from tpspan.launch.world import World
 from tpspan.memory.cuda import CudaDriver
 from tpspan.parallel.side import SidePlace
 
+BLOCK_UNIT_NBYTES = 4096
+"""Blocks that are not remapped begin at multiples of this: no two share a page of the processor."""
 MODES = ("auto", "window", "remap", "send")
 
 
@@ -21,6 +23,8 @@ class HandoffStats:
     Attributes:
         mode: ``window``, ``remap`` or ``send``.
         nbytes, depth: bytes of a block, and how many blocks go round.
+        ring_nbytes: memory of the (first) consumer that they take together. On the host backend the
+            rest of the last page of 2 MiB takes none, since nothing is ever written there.
         num_handovers: slots released, on both sides if this rank is both.
         num_remaps: blocks brought behind a fixed address.
         copied_nbytes: bytes that were copied to hand them over; 0 unless the mode is ``send``.
@@ -30,6 +34,7 @@ class HandoffStats:
     mode: str
     nbytes: int
     depth: int
+    ring_nbytes: int
     num_handovers: int
     num_remaps: int
     copied_nbytes: int

@@ -56,6 +56,13 @@ class MappedTransport:
         self._put_back: tuple[int, torch.cuda.Event | None] | None = None
 
     @property
+    def ring_nbytes(self) -> int:
+        """Memory of the blocks together."""
+        if self._world.backend == "host":
+            return self.shape.block_nbytes * self.shape.depth
+        return sum(self.shape.sizes)
+
+    @property
     def num_remaps(self) -> int:
         """Blocks brought behind fixed addresses."""
         lanes = [side.lane for side in self._parts.sides]
@@ -82,8 +89,7 @@ class MappedTransport:
                     side.turns.wait(turn, stream, timeout_s)
                 except PeerError as error:
                     raise self._link.named(error) from None
-            if side.lane is not None:
-                side.lane.hold(stream, turn)
+            side.hold(stream, turn)
             if is_producer:
                 self._put_back = None
             return side.ring.take()

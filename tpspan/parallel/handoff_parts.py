@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tpspan.errors import TpspanError
+from tpspan.launch.world import World
 from tpspan.memory import Block, BlockPool, Right
 from tpspan.memory.closing import close_each
 from tpspan.memory.host import HostDriver
@@ -32,8 +33,9 @@ class Shape:
 
     Attributes:
         src, dst: who produces, and who consume; the blocks are memory of the first of them.
-        block_nbytes, depth: whole pages of each block, and how many there are.
+        block_nbytes, depth: bytes from one block to the next, and how many there are.
         remaps: one address on each side.
+        page_nbytes: of what memory is given in.
     """
 
     src: int
@@ -41,13 +43,14 @@ class Shape:
     block_nbytes: int
     depth: int
     remaps: bool
+    page_nbytes: int
 
     @property
     def sizes(self) -> list[int]:
         """Bytes of each piece of memory: only what is remapped has to lie by itself."""
         if self.remaps:
             return [self.block_nbytes] * self.depth
-        return [self.block_nbytes * self.depth]
+        return [round_up(self.block_nbytes * self.depth, self.page_nbytes)]
 
 
 @dataclass
@@ -80,11 +83,14 @@ class Parts:
             tables = [side.table.close for side in self.sides]
             close_each([*ends, *tables, *(block.close for block in imported), self.pages.close])
 
+        def settle_and_unmap() -> None:
+            close_each([*(side.settle for side in self.sides), unmap])
+
         if not pooled:
             close_each([unmap, *(block.close for block in own)])
             return
         try:
-            self.board.together("Handoff.close", unmap)
+            self.board.together("Handoff.close", settle_and_unmap)
         except BaseException:
             with contextlib.suppress(TpspanError):  # a consequence of what is raised here
                 close_each(block.close for block in own)
@@ -121,8 +127,7 @@ def make_parts(
     """
     world = link.world
     board = Board.of(world)
-    on_streams = world.backend == "cuda" and world.world_size > 1
-    signals = Signals.of(world) if on_streams else None
+    signals = Signals.of(world) if streams_wait(world) else None
     waits: Waits = board if signals is None else signals
     pool = world.resource("pool", pool_of)
     owner_place = places[1]
@@ -178,6 +183,16 @@ def make_parts(
     number = next(link.numbers)
     made = (number, board, waits, signals, slots, pool, remapper, blocks, pages, sides)
     return Parts(*made), shape
+
+
+def round_up(nbytes: int, unit_nbytes: int) -> int:
+    """The next multiple of a unit."""
+    return -(-nbytes // unit_nbytes) * unit_nbytes
+
+
+def streams_wait(world: World) -> bool:
+    """Whether streams of several ranks wait for each other, and not hosts or a rank's streams."""
+    return world.backend == "cuda" and world.world_size > 1
 
 
 def _known_to(place: SidePlace, block: Block, undo: contextlib.ExitStack) -> Block:

@@ -30,6 +30,7 @@ class SendTransport:
 
     Attributes:
         shape, mode: what was made.
+        ring_nbytes: memory of this side's blocks.
         copied_nbytes: bytes of tensors that were sent or received.
     """
 
@@ -72,6 +73,7 @@ class SendTransport:
         ]
         self._works: list[list[Any]] = [[] for _ in numbers]
         self._specs: dict[int, tuple[Spec, ...]] = {}
+        self.ring_nbytes = self.shape.block_nbytes * self.shape.depth
         self.copied_nbytes = 0
         self.num_waits = 0
 

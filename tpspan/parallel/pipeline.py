@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -36,9 +35,10 @@ class SpanPipelineStage(PipelineStage):
     both sides of each boundary. Stages that share a rank, and ranks that cannot map each other's
     memory, go on as torch has it.
 
-    Memory: for each boundary one block for every microbatch that may be under way there, rounded up
-    to pages of 2 MiB, on the rank that reads. Without ``fit_rings`` that is every microbatch of a
-    step, which is what torch's stage allocates; with it, only as many as the schedule needs.
+    Memory: for each boundary and direction one block for every microbatch that may be under way
+    there, on the rank that reads; these blocks together take whole pages of 2 MiB. Without
+    ``fit_rings`` that is every microbatch of a step, which is what torch's stage allocates; with
+    it, only as many as the schedule needs.
 
     A received tensor is valid until the microbatch's backward pass is done, without one until the
     module returns: a module that keeps its input must copy it.
@@ -124,12 +124,7 @@ class SpanPipelineStage(PipelineStage):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close(force=error is not None)
 
     # What the schedules call. They ask for operations of torch.distributed and get none.

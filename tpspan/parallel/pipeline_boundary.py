@@ -74,8 +74,7 @@ class Boundary:
         made = self._channels.get(self._world.rank == self._earlier)
         if made is None:
             return 0
-        stats = made[1].stats()
-        return stats.nbytes * stats.depth
+        return made[1].stats().ring_nbytes
 
     def counts(self) -> Counts:
         """What has crossed here."""

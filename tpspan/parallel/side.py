@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,10 @@ from tpspan.spans.remapper import Lane, Remapper
 from tpspan.spans.stream_gate import StreamGate
 from tpspan.spans.table import SpanBlock, Table
 from tpspan.spans.tensors import TensorRange
+
+MOST_AHEAD = 64
+"""Turns by which the host may be ahead of remaps. A queue of the driver holds 1024 launches."""
+_NAP_S = 20e-6
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,11 @@ class Side:
         self.streams = StreamsInUse(place, waits)
         # Where blocks can trade places quickly, those whose turn it is not are kept mapped, too.
         self._parks = remaps and place.backend == "host"
-        is_alone = remaps and not self._parks
-        self.table = Table(place.driver, block_nbytes * (1 if is_alone else depth))
+        self._num_mapped = 1 if remaps and not self._parks else depth
+        # Without remaps the blocks are pieces of one, which ends with a page of the driver.
+        page_nbytes = place.driver.page_nbytes
+        num_pages = -(-block_nbytes * self._num_mapped // page_nbytes)
+        self.table = Table(place.driver, num_pages * page_nbytes)
         self.lane: Lane | None = None
         self.lock = threading.Lock()
         self.num_waits = 0
@@ -82,17 +90,16 @@ class Side:
     def map(self, blocks: Sequence[SpanBlock], right: Right) -> None:
         """Put blocks behind the addresses: one for each turn of the ring, or one that is all."""
         self._blocks = tuple(blocks)
-        address = self.table.reservation.address
-        ranges = []
-        is_alone = self._remaps and not self._parks
         offset = 0
-        for block in blocks[:1] if is_alone else blocks:
+        for block in blocks[: self._num_mapped]:
             self.table.place(offset, block)
             offset += block.nbytes
-        for at in range(0, offset, self._block_nbytes):
-            ranges.append(TensorRange(address + at, self._block_nbytes, self.place.device))
         self.table.reservation.protect(right)
-        self._ranges = tuple(ranges)
+        address, nbytes = self.table.reservation.address, self._block_nbytes
+        self._ranges = tuple(
+            TensorRange(address + index * nbytes, nbytes, self.place.device)
+            for index in range(self._num_mapped)
+        )
 
     def begin_remaps(self, remapper: Remapper) -> None:
         """Have the remaps made by a helper; a first one, which takes the longest, is made now."""
@@ -106,6 +113,22 @@ class Side:
             rank=self.place.rank,
             timeout_s=self.place.timeout_s,
         )
+
+    def hold(self, stream: int, turn: int) -> None:
+        """Hold a stream, or without a GPU the caller, until a turn's block is behind the address.
+
+        The host may be ahead of its remaps, but not by so much that launches fill their queue: the
+        next one would wait inside the driver, which the helper needs to remap.
+
+        Raises:
+            As ``Lane.hold``.
+        """
+        if self.lane is None:
+            return
+        while turn - self.lane.num_done > MOST_AHEAD:
+            self.lane.check()
+            time.sleep(_NAP_S)
+        self.lane.hold(stream, turn)
 
     def remap_after(self, fence: Fence, turn: int) -> None:
         """Bring the block of the turn after this one behind the address, once the fence is done."""
@@ -130,6 +153,11 @@ class Side:
         """Tensors, or views of them, that are still alive outside."""
         self._bases.clear()
         return sum(each.num_live for each in self._ranges)
+
+    def settle(self) -> None:
+        """Take back what this side's slots of signals hold, before other channels get them."""
+        self.turns.settle(self.streams.use())
+        self.streams.fence().wait()
 
     def end_remaps(self, remapper: Remapper) -> None:
         """Wait until no remap is on its way."""

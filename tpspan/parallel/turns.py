@@ -39,6 +39,9 @@ class Turns(Protocol):
     def wait_on_host(self, turn: int, timeout_s: float) -> None:
         """Hold the caller until the other side's host has got so far; streams may still work."""
 
+    def settle(self, stream: int) -> None:
+        """Leave nothing behind for the next channel; no rank takes or finishes turns any more."""
+
 
 class HostTurns:
     """``Turns`` by futexes on counters in host pages.
@@ -80,6 +83,14 @@ class HostTurns:
         for peer in self._peers:
             self._ops.post(slot, peer)
 
+    def settle(self, stream: int) -> None:
+        """Nothing to do: the counters go with the channel."""
+
+    def posted(self, block: int, count: int) -> list[int]:
+        """The peers that have finished a block more than ``count`` times."""
+        slot = self._awaited_from + block
+        return [peer for peer in self._peers if self._ops.has_come(slot, peer, count + 1)]
+
     def check_alive(self) -> None:
         """Refuse to go on without the other side.
 
@@ -98,6 +109,9 @@ class HostTurns:
 
 class StreamTurns:
     """``Turns`` by the signals of streams; the hosts are told that it was launched.
+
+    A signal stands until it is waited for, and its slot goes on to the next channel. What was freed
+    last, or given and not consumed, no turn waits for: ``settle`` does.
 
     Args:
         hosts: the same between the hosts.
@@ -121,6 +135,7 @@ class StreamTurns:
         self._ring = ring
         self._peers = tuple(peers)
         self._is_producer = is_producer
+        self._num_taken = [0] * len(self._slots)  # signals of each block that were waited for
         self.has_come = hosts.has_come
         self.wait_on_host = hosts.wait_on_host
 
@@ -131,15 +146,21 @@ class StreamTurns:
         if not self._hosts.has_come(turn):
             # A stream would find out at its deadline, and the host be far ahead by then.
             self._hosts.check_alive()
-        slot = self._slots[self._ring.block_of(turn)]
+        block = self._ring.block_of(turn)
         for peer in self._peers:
-            self._signals.wait(slot, peer, stream)
+            self._signals.wait(self._slots[block], peer, stream)
+        self._num_taken[block] += 1
 
     def finish(self, turn: int, stream: int) -> None:
         slot = self._slots[self._ring.block_of(turn)]
         for peer in self._peers:
             self._signals.post(slot, peer, stream)
         self._hosts.finish(turn, stream)
+
+    def settle(self, stream: int) -> None:
+        for block, slot in enumerate(self._slots):
+            for peer in self._hosts.posted(block, self._num_taken[block]):
+                self._signals.wait(slot, peer, stream)
 
 
 class EventTurns:
@@ -169,6 +190,7 @@ class EventTurns:
         self._is_producer = is_producer
         self.has_come = hosts.has_come
         self.wait_on_host = hosts.wait_on_host
+        self.settle = hosts.settle
 
     def wait(self, turn: int, stream: int, timeout_s: float) -> None:
         self._hosts.wait(turn, stream, timeout_s)

@@ -7,6 +7,7 @@ of all steps must agree before anything is reported. Memory is watched in runs o
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from tpspan.launch.world import World
 from tpspan.parallel.pipeline import SpanPipelineStage, fit_rings
 from tpspan.tools.bench import peak, report
 from tpspan.tools.bench.job import in_job
-from tpspan.tools.bench.measuring import Bench
+from tpspan.tools.bench.measuring import Bench, Figure
+from tpspan.tools.bench.pipeline_floor import least_s
 from tpspan.tools.bench.pipeline_model import loss_of, make_stages, stage_numbers
 from tpspan.tools.bench.pipeline_timeline import (
     Recorder,
@@ -38,7 +40,10 @@ SCHEMA = "tpspan-bench-pipeline-schedules/1"
 VOCABULARY = 1024
 _HEAD_WIDTH = 64
 _WATCHED_STEPS = 3
-_WATCHED_RUNS = 4
+_WATCHED_RUNS = 2
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_SMALLEST_PIECE_NBYTES = 128 << 10  # what malloc begins with, and where it ends
+_LARGEST_PIECE_NBYTES = 32 << 20
 _MIB = 1 << 20
 schedules: Any = _schedules
 
@@ -63,7 +68,7 @@ class Contender:
         losses: of every microbatch, on the last stage's rank.
         step_s: seconds of every step after the first.
         outside: of each such step the share in which this rank did not compute.
-        last: what it did in the last step.
+        steps: what it did in each such step.
     """
 
     name: str
@@ -74,7 +79,7 @@ class Contender:
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     outside: list[float] = field(default_factory=list)
-    last: list[Stretch] = field(default_factory=list)
+    steps: list[list[Stretch]] = field(default_factory=list)
 
 
 def run_rank(options: argparse.Namespace, command_line: str) -> int:
@@ -94,6 +99,11 @@ def run(world: World, options: argparse.Namespace, command_line: str) -> None:
         raise tpspan.LaunchError("one rank has nothing to hand over: give --ranks 2 or more")
     bench = Bench(world, seconds=options.seconds)
     peer, group = _peer(bench)
+    names = (f"torch's stage, {peer}", "hand-overs")
+    _let_malloc_keep(bench, _SMALLEST_PIECE_NBYTES)
+    for name in options.schedules:  # before there is anything for malloc to keep
+        _add_memory(bench, options, name, group, names)
+    _let_malloc_keep(bench, _LARGEST_PIECE_NBYTES)
     pictures: dict[str, list[list[Stretch]]] = {}
     for name in options.schedules:
         pair = [_build(bench, options, name, ours, group) for ours in (False, True)]
@@ -103,33 +113,21 @@ def run(world: World, options: argparse.Namespace, command_line: str) -> None:
         _compare(bench, pair)
         notes = f"losses equal; {bench.crowd}".rstrip("; ")
         title = f"{name}, {_shape(options)}"
-        names = (f"torch's stage, {peer}", "hand-overs")
         times = [
             bench.add_ms(f"a step of {title}", shown, one.step_s, notes)
             for shown, one in zip(names, pair, strict=True)
         ]
         bench.add_ratio(f"a step of {title}", "hand-overs, of torch's", times[1], times[0])
+        _add_floor(bench, title, pair, times)
         for shown, one in zip(names, pair, strict=True):
             shares = bench.board.all_gather(statistics.median(one.outside))
             mean = 100 * sum(shares) / len(shares)
             what = "of a step in which a stage does not compute, averaged over the ranks"
             bench.add(f"bubble of {title}", shown, "%", [mean], note=what)
-            pictures[f"{name}: {shown}"] = bench.board.all_gather(one.last)
+            pictures[f"{name}: {shown}"] = bench.board.all_gather(one.steps[-1])
         for one in pair:
             _close(one)
         del pair, one
-        # What malloc gives back in time varies by tens of MiB: the best of a few runs counts.
-        watched = [
-            min(_most(bench, options, name, ours, group) for _ in range(_WATCHED_RUNS))
-            for ours in (False, True)
-        ]
-        how = "torch's reserved memory" if bench.is_cuda else "private memory"
-        how += " and the rings, beyond what was there before the model"
-        memory = [
-            bench.add(f"peak memory of {title}", shown, "MiB", [nbytes / _MIB], note=how)
-            for shown, nbytes in zip(names, watched, strict=True)
-        ]
-        bench.add_ratio(f"peak memory of {title}", "hand-overs, of torch's", memory[1], memory[0])
     found = report.document(
         world,
         bench.figures,
@@ -203,13 +201,25 @@ def _step(bench: Bench, options: argparse.Namespace, one: Contender, step: int) 
     one.schedule.step(*given, return_outputs=False, **more)
     bench.synchronize()
     seconds = time.perf_counter() - begin
-    one.last = one.recorder.end()
+    did = one.recorder.end()
     one.optimizer.step()
     one.optimizer.zero_grad()
     one.losses += [float(each.detach()) for each in losses]
     if step:
         one.step_s.append(seconds)
-        one.outside.append(share_outside(one.last, seconds))
+        one.steps.append(did)
+        one.outside.append(share_outside(did, seconds))
+
+
+def _add_floor(bench: Bench, title: str, pair: list[Contender], times: list[Figure]) -> None:
+    """How much of the steps is computing in the schedule's order, which no hand-over shortens."""
+    note = "what the stages computed in these steps, as if handing over took no time"
+    for one, time_of, whose in zip(pair, times, ("torch's stage", "hand-overs"), strict=True):
+        of_steps = zip(*bench.board.all_gather(one.steps), strict=True)
+        least = [least_s(ranks) for ranks in of_steps]
+        floor = bench.add_ms(f"a step of {title}", f"{whose}, computing alone", least, note)
+        shown = f"computing alone, of {whose}"
+        bench.add_ratio(f"a step of {title}", shown, floor, time_of)
 
 
 def _compare(bench: Bench, pair: list[Contender]) -> None:
@@ -223,6 +233,32 @@ def _compare(bench: Bench, pair: list[Contender]) -> None:
     largest = bench.agree(max(differences, default=0.0))
     if not largest <= (1e-6 if bench.is_cuda else 0.0):
         raise WrongValues(f"{pair[0].name}: losses differ by up to {largest:.3g} of their value")
+
+
+def _let_malloc_keep(bench: Bench, nbytes: int) -> None:
+    """Let malloc keep freed pieces up to this size, and give larger ones back at once.
+
+    By itself it comes to keep larger and larger ones, which saves time; but it lets the peaks of
+    equal runs differ by tens of MiB, more than what a pipeline sends.
+    """
+    if not bench.is_cuda:
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, nbytes)
+        library.mallopt(_M_TRIM_THRESHOLD, 2 * nbytes)  # as malloc does
+
+
+def _add_memory(
+    bench: Bench, options: argparse.Namespace, name: str, group: Any, names: tuple[str, str]
+) -> None:
+    """The most memory of a schedule's ranks, for both; the best of a few runs counts."""
+    title = f"peak memory of {name}, {_shape(options)}"
+    how = "torch's reserved memory" if bench.is_cuda else "private memory"
+    how += " and the rings, beyond what was there before the model"
+    figures = []
+    for shown, ours in zip(names, (False, True), strict=True):
+        nbytes = min(_most(bench, options, name, ours, group) for _ in range(_WATCHED_RUNS))
+        figures.append(bench.add(title, shown, "MiB", [nbytes / _MIB], note=how))
+    bench.add_ratio(title, "hand-overs, of torch's", figures[1], figures[0])
 
 
 def _most(bench: Bench, options: argparse.Namespace, name: str, ours: bool, group: Any) -> int:

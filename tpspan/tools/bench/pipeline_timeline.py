@@ -23,7 +23,7 @@ _COLOURS = {
     "waits for a neighbour": "tab:red",
     "hands over": "tab:orange",
 }
-_COMPUTES = ("forward", "backward", "weights")
+COMPUTES = ("forward", "backward", "weights")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class TimedSpanStage(SpanPipelineStage):
 
 def share_outside(stretches: Sequence[Stretch], step_s: float) -> float:
     """The share of a step in which a rank did not compute."""
-    busy = sum(each.end_s - each.begin_s for each in stretches if each.what in _COMPUTES)
+    busy = sum(each.end_s - each.begin_s for each in stretches if each.what in COMPUTES)
     return max(0.0, 1 - busy / step_s)
 
 
