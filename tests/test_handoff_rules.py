@@ -290,6 +290,9 @@ class FakeHosts:
     def wait_on_host(self, turn: int, timeout_s: float) -> None:
         raise AssertionError("no host waits for a stream's sake")
 
+    def wait_until_freed(self, turn: int, timeout_s: float) -> None:
+        raise AssertionError("no host is as far ahead as that")
+
     def check_alive(self) -> None:
         if self.dead:
             raise PeerError([1], "left the world, or ended")

@@ -34,6 +34,13 @@ def test_an_exception_leaves_no_signal_behind(ranks: Ranks) -> None:
 
 
 @HERE
+def test_a_host_that_is_far_ahead_overwrites_no_header(ranks: Ranks) -> None:
+    """Invariant 6; and without the guard it does."""
+    assert ranks.run("bodies.handoff_streams:far_ahead", is_guarded=True) == [0, 0]
+    assert ranks.run("bodies.handoff_streams:far_ahead", is_guarded=False)[1] > 0
+
+
+@HERE
 @MODES
 def test_two_channels_at_once(ranks: Ranks, mode: str) -> None:
     ranks.run("bodies.handoff_streams:both_ways", mode=mode)

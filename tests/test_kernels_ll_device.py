@@ -114,10 +114,10 @@ def test_gathers_and_sums_of_any_size(gpu: int, size: int, limit: int, start: in
     for turn in range(100):
         nbytes = limits[turn] if turn < len(limits) else dice.randint(0, limit)
         shifts = [(dice.randrange(16), dice.randrange(16)) for _ in range(size)]
-        given = [torch.randint(256, (nbytes,), dtype=torch.uint8).cuda() for _ in range(size)]
         by_words = dice.random() < 0.6 or size > 3
         if not by_words and dice.random() < 0.5:
             nbytes = dice.choice([(1 << 20) + 16, (2 << 20) - 16, STAGED_NBYTES - 5, STAGED_NBYTES])
+        given = [torch.randint(256, (nbytes,), dtype=torch.uint8).cuda() for _ in range(size)]
         outs = [buffer(size * nbytes, shift[0] * (turn % 2)) for shift in shifts]
         sources = [buffer(nbytes, shift[1] * (turn % 2))[1] for shift in shifts]
         for rank in range(size):
@@ -181,11 +181,15 @@ def test_planned_calls_right_behind_each_other(gpu: int, nbytes: int) -> None:
         gathers = plan_ll_gather(place, out.data_ptr(), address, nbytes)
         plans.append((gathers, plan_ll_sum(place, "float32", address, address, nbytes, size)))
     torch.cuda.synchronize()
-    for rank in range(size):  # torch's kernels are loaded, and its memory is there
+    # Torch's own kernels are loaded, which would wait for one that spins, and its memory is there.
+    for rank in range(size):
         with torch.cuda.stream(ranks.streams[rank]):
-            wrong[rank] += (outs[rank] - outs[rank] != 0 * expected[rank]).sum()
-            wrong[rank] += (own[rank] - own[rank] != 0).sum()
-            own[rank].fill_(rank)
+            own[rank].fill_(rank + 1)
+            wrong[rank] += (outs[rank] - 1 != expected[rank]).sum()
+            wrong[rank] += (own[rank] - 1 != 0.5).sum()
+    torch.cuda.synchronize()
+    for each in wrong:
+        each.zero_()
     torch.cuda.synchronize()
     for turn in range(num_calls):
         for rank in range(size):

@@ -246,7 +246,8 @@ def late(world: World, victim: int, nbytes: int) -> None:
     """Invariant 9: kernels end at the deadline, and the call after names the rank."""
     if any(gather(world, world.shares_device)):
         pytest.skip("every rank needs a GPU of its own")
-    prepare(world.device.index, (*FUSED_KERNELS, *LL_KERNELS))  # not within half a second
+    prepare(world.device.index)  # not within half a second
+    prepare(world.device.index, (*FUSED_KERNELS, *LL_KERNELS))
     world.control.barrier()
     with short_lived(world, 0.5) as inner:
         fused = Fused(inner)

@@ -21,7 +21,8 @@ from cuda.bindings import driver as cu
 from bodies.stream_logic import PlayedStreams, _Function
 from tpspan import Handoff
 from tpspan.launch.world import World
-from tpspan.parallel import handoff_parts
+from tpspan.parallel import handoff_mapped, handoff_parts
+from tpspan.parallel.headers import NUM_HEADERS
 from tpspan.parallel.link import Link
 from tpspan.parallel.side import Side
 from tpspan.spans import Signals, signals, stream_ops, stream_watch
@@ -175,6 +176,34 @@ def put_back(world: World) -> None:
                 streams.synchronize(_STREAM)
             assert left_behind(inner) == 0
         assert not wrong, wrong
+
+
+def far_ahead(world: World, is_guarded: bool) -> int:
+    """The producer's host is far ahead of the consumer's; how many headers were overwritten."""
+    wrong, num = 0, NUM_HEADERS + 30
+    with played(world, 20.0) as (inner, streams), pytest.MonkeyPatch.context() as patch:
+        if not is_guarded:
+            patch.setattr(handoff_mapped, "NUM_HEADERS", 10 * num)
+        with Handoff(inner, 0, 1, 4 * _NUMEL) as handoff:
+            if handoff.is_producer:
+                start = time.monotonic()
+                for turn in range(num):
+                    with handoff.produce() as slot:
+                        slot.tensor((1 + turn % 7,), torch.int32)
+                        if turn == NUM_HEADERS - 1:
+                            world.control.barrier()
+                    if turn == NUM_HEADERS + 3 and is_guarded:
+                        assert time.monotonic() - start > 0.3, "it did not wait"
+            else:
+                world.control.barrier()
+                time.sleep(0.5)
+                for turn in range(num):
+                    with handoff.consume() as slot:
+                        shapes = [tensor.shape for tensor in slot.tensors()]
+                        wrong += shapes != [(1 + turn % 7,)]
+            streams.synchronize(_STREAM)
+            handoff.check()
+    return wrong
 
 
 def both_ways(world: World, mode: str) -> None:

@@ -104,15 +104,16 @@ def _keep_what_exists() -> int:
 
 
 def _device_memory(world: Any) -> Callable[[], int] | None:
-    if world.backend != "cuda" or os.environ.get("TPSPAN_TESTS_SHARE_GPU") == "1":
+    if world.backend != "cuda":
         return None
+    is_ours_alone = os.environ.get("TPSPAN_TESTS_SHARE_GPU") != "1"
     import torch  # CUDA only: the host backend's ranks need nothing of torch.cuda
 
     def used_nbytes() -> int:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, total = world.driver.memory_info()
-        return int(total - free)
+        return int(total - free) if is_ours_alone else 0
 
     return used_nbytes
 

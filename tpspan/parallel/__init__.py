@@ -12,17 +12,46 @@
 # pipeline_boundary move them, torch_stages knows torch's releases, and pipeline is the stage;
 # model_parts, layer_costs and split cut a model into stages.
 
-from tpspan.parallel.handoff import Handoff
-from tpspan.parallel.handoff_arguments import HandoffStats
-from tpspan.parallel.linear import GatheredLinear
-from tpspan.parallel.loading import LoadReport, load_weights
-from tpspan.parallel.owned import OwnedParameters, owned_parameters
-from tpspan.parallel.parameters import share_parameters
-from tpspan.parallel.pipeline import SpanPipelineStage, fit_rings
-from tpspan.parallel.prefetch import ReadPolicy, read_policy
-from tpspan.parallel.reader import ReadStats
-from tpspan.parallel.shared import Entry, SharedParameters
+# Imported at their first use, since most programs need few of them and some take long: torch's
+# pipelines a second, numba half of one. A module has the name of the function split, which
+# therefore cannot wait.
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tpspan.parallel.split import StageModule, split, tied_parameters
+
+if TYPE_CHECKING:
+    from tpspan.parallel.handoff import Handoff
+    from tpspan.parallel.handoff_arguments import HandoffStats
+    from tpspan.parallel.linear import GatheredLinear
+    from tpspan.parallel.loading import LoadReport, load_weights
+    from tpspan.parallel.owned import OwnedParameters, owned_parameters
+    from tpspan.parallel.parameters import share_parameters
+    from tpspan.parallel.pipeline import SpanPipelineStage, fit_rings
+    from tpspan.parallel.prefetch import ReadPolicy, read_policy
+    from tpspan.parallel.reader import ReadStats
+    from tpspan.parallel.shared import Entry, SharedParameters
+
+_HOME = {
+    "Handoff": "handoff",
+    "HandoffStats": "handoff_arguments",
+    "GatheredLinear": "linear",
+    "LoadReport": "loading",
+    "load_weights": "loading",
+    "OwnedParameters": "owned",
+    "owned_parameters": "owned",
+    "share_parameters": "parameters",
+    "SpanPipelineStage": "pipeline",
+    "fit_rings": "pipeline",
+    "ReadPolicy": "prefetch",
+    "read_policy": "prefetch",
+    "ReadStats": "reader",
+    "Entry": "shared",
+    "SharedParameters": "shared",
+}
 
 __all__ = [
     "Entry",
@@ -44,3 +73,11 @@ __all__ = [
     "split",
     "tied_parameters",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tpspan.parallel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tpspan.parallel.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

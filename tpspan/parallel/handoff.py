@@ -247,6 +247,10 @@ class Handoff:
         """What the producer packed for a slot; ``Slot`` calls it."""
         return self._open().header(slot, wait=wait)
 
+    def wait_until_mapped(self, slot: Slot) -> None:
+        """Hold the caller until a slot's address leads to its block; ``Slot`` calls it."""
+        self._open().wait_until_mapped(slot)
+
     def finish(self, slot: Slot) -> None:
         """Hand over or give back; ``Slot.release`` calls it."""
         self._open().finish(slot)

@@ -10,7 +10,7 @@ import torch
 from tpspan.errors import CaptureError, ClosedError, InUseError, PeerError
 from tpspan.launch.world import World
 from tpspan.parallel.handoff_parts import Shape, make_parts
-from tpspan.parallel.headers import Headers
+from tpspan.parallel.headers import NUM_HEADERS, Headers
 from tpspan.parallel.link import Link
 from tpspan.parallel.packing import Placed, Spec
 from tpspan.parallel.side import Side, SidePlace
@@ -86,6 +86,8 @@ class MappedTransport:
                 if not side.turns.has_come(turn):
                     side.num_waits += 1
                 try:
+                    if is_producer and turn >= NUM_HEADERS:
+                        side.turns.wait_until_freed(turn - NUM_HEADERS, timeout_s)
                     side.turns.wait(turn, stream, timeout_s)
                 except PeerError as error:
                     raise self._link.named(error) from None
@@ -117,7 +119,13 @@ class MappedTransport:
                 raise self._link.named(error) from None
         elif not side.turns.has_come(slot.turn):
             return None
-        return self._headers.read(side.ring.block_of(slot.turn))
+        return self._headers.read(slot.turn)
+
+    def wait_until_mapped(self, slot: Slot) -> None:
+        """Hold the caller until the slot's block is behind its address."""
+        lane = self._side(slot.is_producer).lane
+        if lane is not None:
+            lane.wait(slot.turn)
 
     def finish(self, slot: Slot) -> None:
         """Hand over or give back, behind everything on the current stream."""
@@ -127,7 +135,7 @@ class MappedTransport:
         # Before anything is done: it refuses while a stream is being captured.
         fence = side.streams.fence() if side.lane is not None else None
         if side.is_producer:
-            self._headers.write(side.ring.block_of(turn), slot.specs)
+            self._headers.write(turn, slot.specs)
         try:
             side.turns.finish(turn, stream)
         except PeerError as error:

@@ -114,6 +114,9 @@ class SendTransport:
         """What the producer packed."""
         return self._specs.get(slot.turn)
 
+    def wait_until_mapped(self, slot: Slot) -> None:
+        """Nothing is remapped."""
+
     def finish(self, slot: Slot) -> None:
         """Send what was packed; a consumer's block is free at once."""
         index = self._ring.block_of(slot.turn)

@@ -1,4 +1,9 @@
-"""The headers of a channel's blocks, in the producer's host page, and what was read of them."""
+"""The headers of a channel's turns, in the producer's host page, and what was read of them.
+
+There are more of them than blocks: on CUDA the producer's host may be turns ahead of the consumers'
+hosts, which read a header until they release its turn. Turn t has header t modulo ``NUM_HEADERS``,
+and is written only when the consumers' hosts have released turn t - NUM_HEADERS (invariant 6).
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,13 @@ from tpspan.spans.pages import Pages
 _OFFSET = 1 << 20  # counters lie before
 _WORD = 8
 _NBYTES = HEADER_WORDS * _WORD
-LARGEST_DEPTH = 256
-"""As many headers as a page of 2 MiB has room for behind the counters."""
+NUM_HEADERS = 256
+"""As many as a page of 2 MiB has room for behind the counters."""
+LARGEST_DEPTH = NUM_HEADERS
 
 
 class Headers:
-    """A header for each block. What it says holds between a block's giving and its freeing.
+    """What the blocks hold, turn by turn.
 
     Args:
         pages: of the channel.
@@ -27,24 +33,26 @@ class Headers:
         self._written: dict[int, list[Spec]] = {}
         self._read: dict[int, tuple[bytes, tuple[Spec, ...]]] = {}
 
-    def write(self, block: int, specs: list[Spec]) -> None:
-        """Say what a block holds; before it is given."""
-        if self._written.get(block) == specs:
+    def write(self, turn: int, specs: list[Spec]) -> None:
+        """Say what a turn's block holds; before it is given."""
+        index = turn % NUM_HEADERS
+        if self._written.get(index) == specs:
             return
         words = encode(specs)
         raw = b"".join(word.to_bytes(_WORD, "little") for word in words)
-        ctypes.memmove(self._base + block * _NBYTES, raw, len(raw))
-        self._written[block] = list(specs)
+        ctypes.memmove(self._base + index * _NBYTES, raw, len(raw))
+        self._written[index] = list(specs)
 
-    def read(self, block: int) -> tuple[Spec, ...]:
-        """What a block holds; after it was given."""
-        address = self._base + block * _NBYTES
+    def read(self, turn: int) -> tuple[Spec, ...]:
+        """What a turn's block holds; after it was given, and before it is released."""
+        index = turn % NUM_HEADERS
+        address = self._base + index * _NBYTES
         num_words = min(ctypes.c_uint64.from_address(address).value, HEADER_WORDS)
         raw = ctypes.string_at(address, num_words * _WORD)
-        known = self._read.get(block)
+        known = self._read.get(index)
         if known is None or known[0] != raw:
             words = [
                 int.from_bytes(raw[at : at + _WORD], "little") for at in range(0, len(raw), _WORD)
             ]
-            known = self._read[block] = (raw, decode(words))
+            known = self._read[index] = (raw, decode(words))
         return known[1]

@@ -22,6 +22,9 @@ class Holder(Protocol):
     def header(self, slot: Slot, *, wait: bool) -> tuple[Spec, ...] | None:
         """What the producer packed; None if that is not known yet."""
 
+    def wait_until_mapped(self, slot: Slot) -> None:
+        """Hold the caller until the slot's address leads to its block."""
+
     def finish(self, slot: Slot) -> None:
         """Hand the block over, or give it back."""
 
@@ -64,8 +67,9 @@ class Slot:
 
         Each begins at a multiple of 256 bytes. The consumer asks in the producer's order, for as
         many bytes each; the shape may be another. On CUDA use it on the stream that was current
-        when the slot was taken, or behind it. It may be used until the slot is released: save no
-        such tensor for a backward pass that comes later.
+        when the slot was taken, or behind it; in remap mode by kernels, or after
+        ``wait_until_mapped``. It may be used until the slot is released: save no such tensor for a
+        backward pass that comes later.
 
         Raises:
             ValueError: it does not fit into the block, or is not what the producer packed.
@@ -94,6 +98,21 @@ class Slot:
         packing = Packing(self._holder.block_nbytes)
         specs = self._holder.header(self, wait=True) or ()
         return tuple(self._holder.place(self, packing.place(*spec)) for spec in specs)
+
+    def wait_until_mapped(self) -> None:
+        """In remap mode on CUDA, hold the caller until the block is behind the address.
+
+        Kernels need not: their stream waits. But a copy by the driver (``copy_`` or ``clone`` of
+        tensors of one dtype, ``cpu()``, ``item()``) asks for the address when it is called, and
+        fails with "invalid argument" in the 0.1 ms in which nothing is behind it. Before such a
+        copy, and nowhere else, the host has to wait for the remap, and so for the work before it.
+
+        Raises:
+            TpspanError: the remap failed, or what it comes after did not finish in time.
+            ClosedError: the slot was released.
+        """
+        self._check_held()
+        self._holder.wait_until_mapped(self)
 
     def release(self) -> None:
         """Hand the block over (producer) or give it back (consumer); once is enough.

@@ -39,6 +39,9 @@ class Turns(Protocol):
     def wait_on_host(self, turn: int, timeout_s: float) -> None:
         """Hold the caller until the other side's host has got so far; streams may still work."""
 
+    def wait_until_freed(self, turn: int, timeout_s: float) -> None:
+        """Hold a producer until the consumers' hosts have released a turn."""
+
     def settle(self, stream: int) -> None:
         """Leave nothing behind for the next channel; no rank takes or finishes turns any more."""
 
@@ -101,8 +104,15 @@ class HostTurns:
 
     def wait_on_host(self, turn: int, timeout_s: float) -> None:
         slot, count = self._awaited(turn)
-        if not count:
-            return
+        if count:
+            self._wait_for(slot, count, timeout_s)
+
+    def wait_until_freed(self, turn: int, timeout_s: float) -> None:
+        ring = self._ring
+        # Its block was freed as often by then as it had been given.
+        self._wait_for(self._awaited_from + ring.block_of(turn), ring.num_given(turn), timeout_s)
+
+    def _wait_for(self, slot: int, count: int, timeout_s: float) -> None:
         for peer in self._peers:
             self._ops.wait_for(slot, peer, count, timeout_s=timeout_s, what=self._what)
 
@@ -138,6 +148,7 @@ class StreamTurns:
         self._num_taken = [0] * len(self._slots)  # signals of each block that were waited for
         self.has_come = hosts.has_come
         self.wait_on_host = hosts.wait_on_host
+        self.wait_until_freed = hosts.wait_until_freed
 
     def wait(self, turn: int, stream: int, timeout_s: float) -> None:
         if self._is_producer and not self._ring.num_freed(turn):
@@ -190,6 +201,7 @@ class EventTurns:
         self._is_producer = is_producer
         self.has_come = hosts.has_come
         self.wait_on_host = hosts.wait_on_host
+        self.wait_until_freed = hosts.wait_until_freed
         self.settle = hosts.settle
 
     def wait(self, turn: int, stream: int, timeout_s: float) -> None:

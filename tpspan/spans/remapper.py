@@ -110,6 +110,13 @@ class Lane:
                 time.sleep(_NAP_S)
             self.check()
 
+    def wait(self, count: int) -> None:
+        """Hold the caller until the gate is open for ``count``. Raises as ``hold``."""
+        while self._count < count:
+            self.check()
+            time.sleep(_NAP_S)
+        self.check()
+
     def advance(self) -> bool:
         """Make the next change if it may be made now; say whether anything was done."""
         with self._lock:
