@@ -30,6 +30,11 @@ ONE_OF_EACH = [
     errors.CaptureError("captured"),
     errors.LaunchError("launch"),
     errors.CheckpointError("checkpoint"),
+    errors.KeeperError("keeper"),
+    errors.UnknownNameError("unknown"),
+    errors.VersionGoneError("gone"),
+    errors.NameTakenError("taken", 7),
+    errors.PublicationMismatch("differs"),
 ]
 
 

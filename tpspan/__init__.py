@@ -1,9 +1,9 @@
 """tpspan: the ranks of a PyTorch job hold a tensor once between them, and read all of it.
 
-Layers, each importing only what stands below it: ``tools`` (what people run), ``parallel`` (models
-over spans), ``spans`` (all ranks), ``launch`` (who the ranks are), ``memory`` (one process),
-``kernels``, ``errors``. What users need is re-exported here and imported at its first use, so that
-the command line answers without waiting for torch.
+Layers, each importing only what stands below it: ``tools`` (what people run), ``sharing`` (memory
+that outlives processes), ``parallel`` (models over spans), ``spans`` (all ranks), ``launch`` (who
+the ranks are), ``memory`` (one process), ``kernels``, ``errors``. What users need is re-exported
+here and imported at its first use, so that the command line answers without waiting for torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ if TYPE_CHECKING:
         CollectiveMismatch,
         DriverError,
         InUseError,
+        KeeperError,
         LaunchError,
+        NameTakenError,
         OutOfMemoryError,
         PeerError,
+        PublicationMismatch,
         TpspanError,
+        UnknownNameError,
+        VersionGoneError,
     )
     from tpspan.launch.start import init, world
     from tpspan.launch.world import World
@@ -37,6 +42,12 @@ if TYPE_CHECKING:
     from tpspan.parallel.pipeline import SpanPipelineStage, fit_rings
     from tpspan.parallel.prefetch import read_policy
     from tpspan.parallel.split import split, tied_parameters
+    from tpspan.sharing.attached import Attached
+    from tpspan.sharing.attaching import attach
+    from tpspan.sharing.listing import published, remove
+    from tpspan.sharing.modules import attach_module
+    from tpspan.sharing.publication import Publication
+    from tpspan.sharing.publishing import publish
     from tpspan.spans.layout import Layout
     from tpspan.spans.span import Span
 
@@ -49,10 +60,15 @@ _HOME = {
     "CollectiveMismatch": "errors",
     "DriverError": "errors",
     "InUseError": "errors",
+    "KeeperError": "errors",
     "LaunchError": "errors",
+    "NameTakenError": "errors",
     "OutOfMemoryError": "errors",
     "PeerError": "errors",
+    "PublicationMismatch": "errors",
     "TpspanError": "errors",
+    "UnknownNameError": "errors",
+    "VersionGoneError": "errors",
     "SpanAllGather": "distributed.fsdp",
     "SpanReduceScatter": "distributed.fsdp",
     "use_spans": "distributed.fsdp_model",
@@ -70,11 +86,19 @@ _HOME = {
     "share_parameters": "parallel.parameters",
     "split": "parallel.split",
     "tied_parameters": "parallel.split",
+    "Attached": "sharing.attached",
+    "attach": "sharing.attaching",
+    "published": "sharing.listing",
+    "remove": "sharing.listing",
+    "attach_module": "sharing.modules",
+    "Publication": "sharing.publication",
+    "publish": "sharing.publishing",
     "Layout": "spans.layout",
     "Span": "spans.span",
 }
 
 __all__ = [
+    "Attached",
     "CaptureError",
     "CheckpointError",
     "ClosedError",
@@ -83,22 +107,33 @@ __all__ = [
     "GatheredLinear",
     "Handoff",
     "InUseError",
-    "Layout",
+    "KeeperError",
     "LaunchError",
+    "Layout",
+    "NameTakenError",
     "OutOfMemoryError",
     "PeerError",
+    "Publication",
+    "PublicationMismatch",
     "Right",
     "Span",
     "SpanAllGather",
     "SpanPipelineStage",
     "SpanReduceScatter",
     "TpspanError",
+    "UnknownNameError",
+    "VersionGoneError",
     "World",
+    "attach",
+    "attach_module",
     "fit_rings",
     "init",
     "load_weights",
     "owned_parameters",
+    "publish",
+    "published",
     "read_policy",
+    "remove",
     "share_parameters",
     "split",
     "tied_parameters",

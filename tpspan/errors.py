@@ -146,5 +146,36 @@ class CheckpointError(TpspanError, ValueError):
     """A checkpoint does not fit the module, or its file is damaged; nothing was loaded."""
 
 
+class KeeperError(TpspanError, RuntimeError):
+    """The keeper of published memory could not be started or reached, or refused a request."""
+
+
+class UnknownNameError(TpspanError, LookupError):
+    """Nothing is published under this name."""
+
+
+class VersionGoneError(TpspanError, LookupError):
+    """The version of a publication that was asked for is kept no longer, or is not there yet."""
+
+
+class NameTakenError(TpspanError, RuntimeError):
+    """A process that is alive publishes under this name.
+
+    Attributes:
+        pid: that process.
+    """
+
+    def __init__(self, text: str, pid: int) -> None:
+        self.pid = pid
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.pid)
+
+
+class PublicationMismatch(TpspanError, ValueError):
+    """A module, or a next version, does not fit what is published; nothing was changed."""
+
+
 def _restore(kind: type[OutOfMemoryError], args: tuple[Any, ...], sizes: dict[str, int]) -> Any:
     return kind(*args, **sizes)  # type: ignore[arg-type]

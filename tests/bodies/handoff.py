@@ -632,6 +632,8 @@ def remap_waits(world: World, guarded: bool) -> list[bool]:
             time.sleep(0.001)
     finally:
         del driver.unmap
+        if not guarded:
+            del side.streams.fence
     del slot
     finish(world)
     world.control.barrier()

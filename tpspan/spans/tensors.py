@@ -127,8 +127,8 @@ class TensorRange:
         tensor.device_id = self.device.index or 0
         tensor.ndim = 1
         tensor.code, tensor.bits, tensor.lanes = _UINT, 8, 1
-        tensor.shape = ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64))
-        managed.deleter = ctypes.cast(_dropped, ctypes.c_void_p)
+        tensor.shape = shape
+        managed.deleter = _DROPPED
         key = ctypes.addressof(managed)
         with _lock:
             _live[key] = (managed, shape, self, keep)
@@ -141,6 +141,9 @@ def _dropped(key: int) -> None:
     with _lock:
         _, _, tensor_range, _ = _live.pop(key)
         tensor_range._num_live -= 1
+
+
+_DROPPED = ctypes.cast(_dropped, ctypes.c_void_p).value  # a cast takes as long as a struct
 
 
 @atexit.register

@@ -34,6 +34,14 @@ COMMANDS: tuple[Command, ...] = (
         "tpspan.tools.bench.command",
         "Measure what spans cost and give on this machine: tpspan bench span --ranks 4.",
     ),
+    Command(
+        "publish",
+        "tpspan.tools.publish",
+        "Publish a safetensors file: tpspan publish model.safetensors --name base --device cuda:0.",
+    ),
+    Command("ls", "tpspan.tools.listing", "Show what is published, and who reads it."),
+    Command("rm", "tpspan.tools.remove", "Remove published names."),
+    Command("keeper", "tpspan.tools.keeper", "Hold published memory in the foreground."),
 )
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -124,7 +124,29 @@ def parser() -> argparse.ArgumentParser:
             "product that makes them: in windows, by remaps, by a copy, and by send and recv.",
         )
     )
+    _add_share(
+        which.add_parser(
+            "share",
+            help="attaching published weights, against torch.multiprocessing and safetensors",
+            description="Publish a model's tensors, let worker processes attach them and flip to "
+            "new versions, and check what they read. Compare with handing the tensors over by "
+            "torch.multiprocessing (shared memory, CUDA IPC on a GPU), and with loading a "
+            "safetensors file from the page cache.",
+        )
+    )
     return top
+
+
+def _add_share(bench: argparse.ArgumentParser) -> None:
+    """What is published, and who attaches. Nobody is a rank here."""
+    add = bench.add_argument
+    bench.set_defaults(ranks=1, launcher="mpirun")
+    add("--backend", choices=("auto", "host", "cuda"), default="auto")
+    add("--size", type=num_bytes, metavar="BYTES", help="default 512MiB, on CUDA 16GiB")
+    add("--tensors", type=_positive, default=1000, metavar="N", help="default 1000")
+    add("--workers", type=_positive, default=8, metavar="N", help="default 8")
+    add("--repeat", type=_positive, default=5, metavar="N", help="times each (default 5)")
+    add("--json", type=_writable, metavar="FILE", help="write all figures, and what they are of")
 
 
 def _add_common(bench: argparse.ArgumentParser) -> None:

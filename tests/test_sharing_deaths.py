@@ -1,0 +1,312 @@
+"""Publishers, readers and keepers that are killed: what stays, and what goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tpspan
+from bodies.sharing import PAGE, tensors
+from sharing_processes import (
+    ON_EACH_DEVICE,
+    Actor,
+    Failed,
+    has_ended,
+    keeper_pid,
+    listing,
+    own_keeper,
+    stop_keeper,
+    wait_until,
+)
+from tpspan.errors import PublicationMismatch, UnknownNameError
+from tpspan.sharing.client import ask_once
+
+
+@pytest.fixture(autouse=True)
+def keeper() -> Iterator[str]:
+    with own_keeper() as directory:
+        yield directory
+
+
+def entry(name: str) -> dict[str, Any]:
+    return next(each for each in listing() or () if each["name"] == name)
+
+
+@ON_EACH_DEVICE
+def test_a_publisher_is_killed_and_another_takes_over(device: str) -> None:
+    """Invariant 11."""
+    with Actor() as first, Actor() as reader, Actor() as second, Actor() as late:
+        first.do("publish", "x", 1, device=device)
+        first.do("next_version", 2)
+        reader.do("attach", "x")
+        with pytest.raises(
+            Failed, match=f"NameTakenError: 'x' is published by process {first.pid}"
+        ):
+            second.do("publish", "x", 3, device=device)
+        first.do("write", 99)
+        first.kill()
+        assert wait_until(lambda: not entry("x")["publisher_alive"]) < 1.0
+        assert reader.do("value_of") == 2, "what was not committed is nowhere"
+        assert reader.do("update") == (False, 2)
+        assert late.do("attach", "x") == 2
+        assert late.do("value_of") == 2
+        with pytest.raises(
+            Failed, match="PublicationMismatch: 'x' holds other tensors.*tpspan rm x"
+        ):
+            second.do("publish", "x", 3, device=device, num_blocks=2)
+        assert second.do("publish", "x", 3, device=device) == 3, "numbers go on"
+        assert entry("x")["publisher"] == second.pid
+        for each in (reader, late):
+            assert each.do("update") == (True, 3)
+            assert each.do("value_of") == 3
+        assert second.do("next_version", 4) == 4
+        for each in (reader, late):
+            each.do("detach")
+        second.do("unpublish")
+
+
+@ON_EACH_DEVICE
+def test_a_successor_stores_only_what_differs(device: str) -> None:
+    with Actor() as first:
+        first.do("publish", "x", 1, device=device, num_blocks=6)
+        first.kill()
+    wait_until(lambda: not entry("x")["publisher_alive"])
+    before = entry("x")["held_bytes"]
+    given = tensors(1, device, 6)
+    given["w2"].fill_(5)
+    p = tpspan.publish(given, "x", block_nbytes=PAGE, read_only=True)
+    assert p.version == 2
+    assert int(entry("x")["held_bytes"]) - int(before) <= 2 * PAGE
+    assert p._working.open == ()
+    with tpspan.attach("x") as a:
+        assert [int(a[name][0]) for name in ("w1", "w2", "w3")] == [1, 5, 1]
+    stop_keeper()  # what was imported can be brought to the next keeper as well
+    with tpspan.attach("x") as a:
+        assert [int(a[name][0]) for name in ("w1", "w2", "w3")] == [1, 5, 1]
+    p.close(remove=True)
+
+
+def test_a_successor_without_values_gets_the_last_ones() -> None:
+    with Actor() as first:
+        first.do("publish_model", "m", 3)
+        expected = first.do("sums")
+        first.kill()
+    wait_until(lambda: not entry("m")["publisher_alive"])
+    with Actor() as second:
+        assert second.do("publish_model", "m", 3, device="meta") == 1
+        assert second.do("sums") == expected
+        assert second.do("commit") == 2
+        second.do("unpublish")
+
+
+@ON_EACH_DEVICE
+def test_a_reader_is_killed(device: str) -> None:
+    with Actor() as publisher, Actor() as reader, Actor() as forked:
+        publisher.do("publish", "x", 1, device=device)
+        for each in (reader, forked):
+            each.do("attach", "x")
+        (version,) = entry("x")["versions"]
+        assert sorted(version["readers"]) == sorted([reader.pid, forked.pid])
+        reader.kill()
+        forked.kill()
+        assert wait_until(lambda: not entry("x")["versions"][0]["readers"]) < 1.0
+        assert publisher.do("next_version", 2) == 2
+        publisher.do("unpublish")
+
+
+def test_a_child_that_inherits_the_connection_does_not_keep_a_dead_publisher_alive() -> None:
+    program = """
+import os, signal, time, torch, tpspan
+tpspan.publish({"x": torch.zeros(3)}, "x")
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.stdout.close()
+    try:
+        assert wait_until(lambda: not entry("x")["publisher_alive"]) < 1.0
+        assert Path(f"/proc/{child}").exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+    tpspan.remove("x")
+
+
+@ON_EACH_DEVICE
+def test_the_keeper_is_killed_and_nobody_notices(device: str) -> None:
+    with Actor() as publisher, Actor() as reader, Actor() as late:
+        publisher.do("publish", "x", 1, device=device)
+        publisher.do("next_version", 2)
+        reader.do("attach", "x")
+        old = keeper_pid()
+        stop_keeper()
+        assert reader.do("value_of") == 2
+        start = time.monotonic()
+        assert late.do("attach", "x") == 2
+        assert time.monotonic() - start < 2.0
+        assert late.do("value_of") == 2
+        assert keeper_pid() != old
+        assert reader.do("update") == (False, 2)
+        assert publisher.do("next_version", 3) == 3
+        for each in (reader, late):
+            assert each.do("wait_and_flip", 3)[1] == 3
+        wait_until(lambda: len(entry("x")["versions"][-1]["readers"]) == 2)
+        stop_keeper()
+        assert publisher.do("next_version", 4) == 4, "numbers go on"
+        assert reader.do("wait_and_flip", 4)[1] == 4
+        for each in (reader, late):
+            each.do("detach")
+        publisher.do("unpublish")
+
+
+def test_keeper_and_publisher_are_killed() -> None:
+    """Who has it mapped keeps it; the name is gone, and that is said."""
+    with Actor() as publisher, Actor() as reader:
+        publisher.do("publish", "x", 1)
+        reader.do("attach", "x")
+        publisher.kill()
+        stop_keeper()
+        assert reader.do("value_of") == 1
+        with pytest.raises(Failed, match="UnknownNameError: nothing is published as 'x'"):
+            reader.do("update")
+        assert reader.do("value_of") == 1
+        with Actor() as other:
+            assert other.do("publish", "x", 5) == 1
+            assert reader.do("value_of") == 1
+            assert other.do("next_version", 6) == 2
+            assert reader.do("update") == (True, 2), "a layout that fits"
+            assert reader.do("value_of") == 6
+            other.do("unpublish")
+        reader.do("detach")
+
+
+def test_keepers_are_killed_while_versions_are_made_and_read() -> None:
+    with Actor() as publisher, Actor() as reader:
+        publisher.do("publish", "x", 1)
+        reader.do("attach", "x")
+        reader.tell("flip_until", 80)
+        publisher.tell("commit_many", 2, 80)
+        done = threading.Event()
+
+        def kill() -> None:
+            while not done.wait(0.3):
+                stop_keeper()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            publisher.hear()
+        finally:
+            done.set()
+            killer.join()
+        assert reader.hear() >= 1
+        assert reader.do("value_of") == 80
+        reader.do("detach")
+        publisher.do("unpublish")
+
+
+def test_everything_is_killed_and_nothing_is_left(keeper: str) -> None:
+    before = _memory_of_files()
+    for _ in range(3):
+        actors = [Actor() for _ in range(3)]
+        actors[0].do("publish", "x", 1, num_blocks=8)
+        for each in actors[1:]:
+            each.do("attach", "x")
+        stop_keeper()
+        for each in actors:
+            each.kill()
+    assert listing() in (None, [])
+    wait_until(lambda: _memory_of_files() - before < 8 * PAGE)
+    assert_only_locks_are_left(keeper)
+
+
+def assert_only_locks_are_left(keeper: str) -> None:
+    """No keeper runs, and no socket is there. One that was killed leaves its own to the next."""
+    pid = int(ask_once({"op": "list"})["keeper"]["pid"])
+    wait_until(lambda: has_ended(pid))  # to ask it would keep it
+    # Whoever was killed may have been starting one.
+    wait_until(lambda: sorted(os.listdir(keeper)) == ["alive", "log", "start"])
+
+
+def _memory_of_files() -> int:
+    """Bytes of all shared memory of this machine."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Shmem:"))
+
+
+@pytest.mark.parametrize("seconds", [5, pytest.param(600, marks=pytest.mark.slow)])
+def test_anything_at_any_time(keeper: str, seconds: int) -> None:
+    """Random publishing, committing, attaching, flipping and killing; versions are whole and
+    nothing is left: no descriptor, block, file or process."""
+    dice = random.Random(seconds)
+    num_actors = 5 if seconds < 60 else 12
+    names = ["a", "b", "c"]
+    end = time.monotonic() + seconds
+    memory = _memory_of_files()
+    actors: list[Actor] = []
+    counts: dict[str, int] = {}
+
+    def begin() -> None:
+        actor = Actor()
+        actor.do("snapshot")
+        actor.tell("roam", dice.random(), dice.uniform(0.5, 4.0), names, "cpu")
+        actors.append(actor)
+
+    while time.monotonic() < end:
+        while len(actors) < num_actors:
+            begin()
+        time.sleep(0.05)
+        for actor in tuple(actors):
+            if actor._connection.poll():
+                for what, count in actor.hear().items():
+                    counts[what] = counts.get(what, 0) + count
+                assert actor.do("leaked") == {}
+                assert actor.end() == 0
+                actors.remove(actor)
+            elif dice.random() < 0.01:
+                actor.kill()
+                actors.remove(actor)
+        if dice.random() < 0.02:
+            stop_keeper()
+    for actor in actors:
+        actor.kill()
+    for each in listing() or ():
+        tpspan.remove(str(each["name"]), force=True)
+    assert counts["update_one"] > 20
+    assert counts["commit_one"] > 10
+    assert_only_locks_are_left(keeper)
+    wait_until(lambda: _memory_of_files() - memory < 8 * PAGE)
+
+
+def test_what_is_left_of_a_publisher_that_never_committed() -> None:
+    with Actor() as first:
+        first.do("publish_model", "m", 0, device="meta")
+        assert entry("m")["versions"] == []
+        first.kill()
+    wait_until(lambda: listing() == [])
+    with pytest.raises(UnknownNameError):
+        tpspan.attach("m")
+
+
+def test_the_device_must_be_the_same() -> None:
+    with tpspan.publish({"x": torch.zeros(3)}, "x"):
+        pass
+    with pytest.raises(PublicationMismatch, match="x is .3,. torch.float64 and was"):
+        tpspan.publish({"x": torch.zeros(3, dtype=torch.float64)}, "x")
+    tpspan.remove("x")

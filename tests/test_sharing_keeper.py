@@ -1,0 +1,410 @@
+"""The keeper: how it starts and ends, whom it serves, and what its table allows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import tpspan
+from bodies.sharing import PAGE, tensors
+from sharing_processes import Actor, keeper_pid, own_keeper, stop_keeper, wait_until
+from tpspan.errors import KeeperError, NameTakenError, UnknownNameError
+from tpspan.sharing import starting, wire
+from tpspan.sharing.client import Connection, ask_once
+from tpspan.sharing.place import VARIABLE, find_place
+from tpspan.sharing.registry import Client, Refused, Registry
+from tpspan.sharing.serving import GRACE_S
+
+
+@pytest.fixture
+def keeper() -> Iterator[str]:
+    with own_keeper() as directory:
+        yield directory
+
+
+def test_it_starts_quickly_and_is_small(keeper: str) -> None:
+    start = time.perf_counter()
+    ask_once({"op": "list"})
+    took_s = time.perf_counter() - start
+    assert took_s < 1.0  # 0.06 s on an idle machine
+    pid = keeper_pid()
+    status = Path(f"/proc/{pid}/status").read_text()
+    (kib,) = re.findall(r"VmRSS:\s+(\d+) kB", status)
+    assert int(kib) < 20 << 10, "an interpreter alone has 9 MiB"
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "torch" not in maps
+    assert "cuda" not in maps
+
+
+def test_it_imports_neither_torch_nor_anything_installed() -> None:
+    program = "import tpspan.sharing.keeper, sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, '.'); {program}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert not {"torch", "numpy", "cuda", "typer", "rich"} & loaded
+    assert loaded - set(sys.stdlib_module_names) <= {"tpspan", "__main__"}
+
+
+def test_it_ends_when_it_holds_nothing(keeper: str) -> None:
+    connection = Connection()
+    connection.open()
+    pid = keeper_pid()
+    time.sleep(GRACE_S + 0.6)
+    assert keeper_pid() == pid, "somebody is connected"
+    connection.close()
+    with tpspan.publish(tensors(1), "x"):
+        pid = keeper_pid()
+        time.sleep(GRACE_S + 0.6)
+        assert keeper_pid() == pid, "a name is held"
+    tpspan.remove("x")
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), GRACE_S + 5.0)
+    assert sorted(os.listdir(keeper)) == ["alive", "log", "start"]
+    assert keeper_pid() is None
+    assert tpspan.published() == []
+    assert keeper_pid() is None, "a listing starts no keeper"
+
+
+def test_many_starters_start_one(keeper: str) -> None:
+    program = (
+        "from tpspan.sharing.client import Connection; c = Connection(); "
+        "print(c.ask({'op': 'list'})['keeper']['pid'], flush=True); input()"
+    )
+    starters = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(6)
+    ]
+    with ThreadPoolExecutor() as pool:  # and threads of one process
+        pids = set(pool.map(lambda _: keeper_after_start(), range(6)))
+    for starter in starters:
+        assert starter.stdout is not None
+        pids.add(int(starter.stdout.readline()))
+        starter.communicate("\n")
+        assert starter.returncode == 0
+    assert len(pids) == 1
+
+
+def keeper_after_start() -> int:
+    return int(ask_once({"op": "list"})["keeper"]["pid"])
+
+
+def test_its_directory_must_be_private(
+    keeper: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    os.chmod(keeper, 0o750)
+    with pytest.raises(KeeperError, match="can be entered by other users"):
+        tpspan.published()
+    os.chmod(keeper, 0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(KeeperError, match="belongs to user 0, and this is user 4711"):
+        tpspan.publish(tensors(1), "x")
+    monkeypatch.undo()
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv(VARIABLE, str(file))
+    with pytest.raises(KeeperError, match="is no directory"):
+        find_place()
+    monkeypatch.setenv(VARIABLE, "/tmp/" + "x" * 100)
+    with pytest.raises(KeeperError, match="too long"):
+        find_place()
+    monkeypatch.setenv(VARIABLE, "/proc/nothing")
+    with pytest.raises(KeeperError, match="cannot be made"):
+        find_place()
+    monkeypatch.setenv(VARIABLE, keeper)
+
+
+def test_where_its_directory_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")
+    monkeypatch.setattr(os, "mkdir", lambda *_: None)
+    monkeypatch.setattr(os, "lstat", lambda _: os.stat(tmp_path))
+    tmp_path.chmod(0o700)
+    assert find_place().directory == "/tmp/tpspan"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+    assert find_place().directory == f"/tmp/tpspan-{os.geteuid()}"
+
+
+def test_a_keeper_of_another_user_is_refused(keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_once({"op": "list"})
+    monkeypatch.setattr(wire, "credentials", lambda _: (1, 4711))
+    with pytest.raises(KeeperError, match="is one of user 4711"):
+        tpspan.attach("x")
+    monkeypatch.undo()
+
+
+def test_it_answers_nonsense_and_goes_on(keeper: str) -> None:
+    connection = Connection()
+    nonsense: list[tuple[dict[str, object], str]] = [
+        ({"op": "dance"}, "knows no request 'dance'"),
+        ({"op": "claim"}, "without sense"),
+        ({"op": "attach", "name": 3, "have": 5}, "without sense"),
+        ({"op": "hello", "protocol": 99}, "protocol"),
+    ]
+    for message, said in nonsense:
+        with pytest.raises(KeeperError, match=said):
+            connection.ask(message)
+    for raw in (b"\xff" * 64, wire.HEADER.pack(1 << 31, 0, 0), wire.HEADER.pack(4, 0, 0) + b"nope"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(find_place().socket)
+            stranger.sendall(raw)
+            stranger.settimeout(5.0)
+            with contextlib.suppress(ConnectionError):
+                assert stranger.recv(1) == b"", "it hangs up"
+    assert connection.ask({"op": "list"})["names"] == []
+    connection.close()
+
+
+def test_names(keeper: str) -> None:
+    for name in ("", " x", "a\nb", "x" * 201):
+        with pytest.raises(ValueError, match="is no name"):
+            tpspan.publish(tensors(1, num_blocks=1), name)
+    for step in (tpspan.attach, tpspan.remove):
+        with pytest.raises(UnknownNameError, match="nothing is published as 'x'"):
+            step("x")
+    with tpspan.publish(tensors(1, num_blocks=1), "näme/with: signs"):
+        with pytest.raises(NameTakenError, match=f"by process {os.getpid()}, which is alive") as e:
+            tpspan.publish(tensors(1, num_blocks=1), "näme/with: signs")
+        assert e.value.pid == os.getpid()
+        with pytest.raises(NameTakenError, match="or remove the name by force"):
+            ask_once({"op": "remove", "name": "näme/with: signs", "force": False})
+    tpspan.remove("näme/with: signs")
+    with pytest.raises(ValueError, match="version=0"):
+        tpspan.attach("x", version=0)
+    with pytest.raises(ValueError, match="keep=0"):
+        tpspan.publish({}, "x", keep=0)
+    with pytest.raises(TypeError, match="cannot publish a int"):
+        tpspan.publish(3, "x")
+    with pytest.raises(ValueError, match="multiple of the page"):
+        tpspan.publish({}, "x", block_nbytes=5)
+    with pytest.raises(ValueError, match="cpu and cuda devices"):
+        tpspan.publish({}, "x", device="meta")
+
+
+def test_removed_by_force_under_a_living_publisher(keeper: str) -> None:
+    p = tpspan.publish(tensors(1), "x")
+    a = tpspan.attach("x")
+    with Actor() as other:
+        with pytest.raises(AssertionError, match=f"process {os.getpid()}, which is alive"):
+            other.do("publish", "x")
+        tpspan.remove("x", force=True)
+        with pytest.raises(UnknownNameError, match="was removed, or is published by another"):
+            p.commit()
+        with pytest.raises(UnknownNameError):
+            a.update()
+        with pytest.raises(UnknownNameError):
+            a.wait_for(2, timeout_s=5.0)
+        assert int(a["w0"][0]) == 1
+        other.do("publish", "x", 5)
+        with pytest.raises(UnknownNameError, match="published by another"):
+            p.commit()
+        p.close(remove=True)  # it is not ours any more
+        assert a.update()
+        assert int(a["w0"][0]) == 5, "of the same layout: it fits"
+        other.do("unpublish")
+        other.do("publish", "x", 6, num_blocks=5)
+        with pytest.raises(tpspan.PublicationMismatch, match="holds other tensors now"):
+            a.update()
+        assert int(a["w0"][0]) == 5
+        a.close()
+        other.do("unpublish")
+
+
+def test_out_of_descriptors(keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper says so, whatever it was that needed one, and goes on with what it has."""
+    p = tpspan.publish(tensors(1), "x", block_nbytes=PAGE)
+    pid = keeper_pid()
+    assert pid is not None
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (22, hard))
+    for tensor in p.values():
+        tensor.fill_(2)
+    del tensor
+    said = r"out of file descriptors: its limit is 22, and it holds \d+ blocks of . names"
+    with pytest.raises(KeeperError, match=said):
+        tpspan.publish(tensors(1, num_blocks=20), "y", block_nbytes=PAGE)
+    assert [each["name"] for each in tpspan.published()] == ["x"]
+    idle = []
+    with pytest.raises(KeeperError, match=said):  # no room for a connection
+        for _ in range(20):
+            idle.append(Connection())
+            idle[-1].open()
+    for each in idle:
+        each.close()
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
+    assert p.commit() == 2
+    with tpspan.attach("x") as a:
+        assert int(a["w2"][7]) == 2
+    p.close(remove=True)
+
+
+def test_a_client_out_of_descriptors(keeper: str) -> None:
+    p = tpspan.publish(tensors(1, num_blocks=90), "x", block_nbytes=PAGE, read_only=True)
+    with Actor() as other:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.prlimit(other.pid, resource.RLIMIT_NOFILE, (50, hard))
+        with pytest.raises(AssertionError, match=r"KeeperError: this process has no|EMFI"):
+            other.do("attach", "x")
+        resource.prlimit(other.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert other.do("attach", "x") == 1
+        assert other.do("value_of") == 1
+        other.do("detach")
+    p.close(remove=True)
+
+
+def test_a_stopped_reader_holds_nobody_up(keeper: str) -> None:
+    with Actor() as publisher, Actor() as reader:
+        publisher.do("publish", "x", 1)
+        reader.do("attach", "x")
+        reader.signal(signal.SIGSTOP)
+        for value in range(2, 40):
+            assert publisher.do("next_version", value) == value
+        (seen,) = tpspan.published()
+        assert [each["version"] for each in seen["versions"]] == [38, 39]
+        assert list(seen["readers_of_gone_versions"]) == ["1"]
+        reader.signal(signal.SIGCONT)
+        assert reader.do("value_of") == 1
+        assert reader.do("update") == (True, 39)
+        assert reader.do("value_of") == 39
+        publisher.do("unpublish")
+
+
+def test_in_the_foreground_it_stays(keeper: str) -> None:
+    process = subprocess.Popen(starting.keeper_command("serve"), env=dict(os.environ))
+    wait_until(lambda: keeper_pid() is not None)
+    assert keeper_pid() == process.pid
+    second = subprocess.run(
+        starting.keeper_command("serve"), env=dict(os.environ), timeout=20, check=False
+    )
+    assert second.returncode == 0, "one is enough"
+    time.sleep(GRACE_S + 0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5.0) == 0
+
+
+def test_a_keeper_that_cannot_start_says_why(keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(KeeperError, match="could not be started.*nowhere"):
+        tpspan.attach("x")
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(KeeperError, match="no sys.executable"):
+        tpspan.attach("x")
+    monkeypatch.undo()
+    monkeypatch.setattr(starting, "_PROGRAM", "raise SystemExit('no luck')")
+    with pytest.raises(KeeperError, match="could not be started: no luck"):
+        tpspan.attach("x")
+
+
+def test_a_keeper_that_does_not_answer(keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_once({"op": "list"})
+    pid = keeper_pid()
+    assert pid is not None
+    monkeypatch.setattr(starting, "TIMEOUT_S", 0.2)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(KeeperError, match="does not answer within 0.2 s"):
+            tpspan.attach("x")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_the_table_keeps_versions_and_refuses_what_makes_none() -> None:
+    registry, alice, bob = Registry(), Client(1), Client(2)
+    registry.clients |= {alice, bob}
+    fds = [os.memfd_create("x") for _ in range(4)]
+    registry.claim(alice, "n", {"device": "cpu"}, b"layout", keep=2)
+    with pytest.raises(Refused, match="nothing is published"):
+        registry.find("n", None)
+    registry.deposit(alice, ["a", "b"], [1, 1], fds[:2])
+    with pytest.raises(Refused, match="1 blocks of 'n' have not been deposited"):
+        registry.commit(alice, "n", ["a", "c"], b"", None)
+    with pytest.raises(Refused, match="published by another process"):
+        registry.commit(bob, "n", ["a", "b"], b"", None)
+    assert registry.commit(alice, "n", ["a", "b"], b"", None).number == 1
+    assert alice.deposited == {}
+    registry.deposit(bob, ["c"], [1], fds[2:3])  # another rank's
+    assert registry.commit(alice, "n", ["a", "c"], b"", None).number == 2
+    registry.deposit(alice, ["d"], [1], fds[3:])
+    assert registry.num_blocks == 4
+    registry.withdraw(alice, ["d", "unknown"])
+    assert registry.num_blocks == 3
+    assert registry.commit(alice, "n", ["a", "c"], b"", None).number == 3
+    assert registry.num_blocks == 2, "b went with version 1"
+    assert not Path(f"/proc/self/fd/{fds[1]}").exists()
+    with pytest.raises(Refused, match="is published by process 1"):
+        registry.claim(bob, "n", {"device": "cpu"}, b"layout", keep=2)
+    registry.leave(alice)
+    with pytest.raises(Refused, match="other tensors"):
+        registry.claim(bob, "n", {"device": "cpu"}, b"another", keep=1)
+    newest = registry.claim(bob, "n", {"device": "cpu"}, b"layout", keep=1).newest
+    assert newest is not None
+    assert newest.number == 3
+    assert registry.commit(bob, "n", ["a", "c"], b"", 9).number == 9, "of another keeper's count"
+    assert list(registry.publications["n"].versions) == [9]
+    del newest
+    registry.remove(bob, "n", force=False)
+    registry.leave(bob)
+    assert registry.is_empty
+    assert not any(Path(f"/proc/self/fd/{fd}").exists() for fd in fds)
+
+
+def test_descriptors_do_not_leak_from_messages(keeper: str) -> None:
+    """Refused, superfluous and cut-off deposits: the keeper closes what it does not keep."""
+    with tpspan.publish({"x": torch.zeros(3)}, "x") as p:
+        pid = keeper_pid()
+
+        def held() -> int:
+            return len(os.listdir(f"/proc/{pid}/fd"))
+
+        connection = Connection()
+        connection.open()
+        before = held()
+        for message in ({"op": "dance"}, {"op": "deposit", "blocks": ["a"], "sizes": [1, 2]}):
+            for _ in range(5):
+                fds = (os.memfd_create("x") for _ in range(70))
+                with (
+                    pytest.raises(KeeperError),
+                    connection.request(message, b"", 70, fds),
+                ):
+                    pass
+        assert held() == before
+        connection.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.connect(find_place().socket)
+            fd = os.memfd_create("x")
+            socket.send_fds(stranger, [wire.HEADER.pack(1000, 0, 1)[:5]], [fd])
+            os.close(fd)
+        wait_until(lambda: held() == before - 1)
+        p.close(remove=True)
+    stop_keeper(signal.SIGTERM)
+
+
+def test_a_keeper_that_nobody_can_reach_any_more_ends(keeper: str) -> None:
+    with tpspan.publish({"x": torch.zeros(3)}, "x"):
+        pid = keeper_pid()
+        os.unlink(find_place().socket)
+        time.sleep(1.5)
+        assert Path(f"/proc/{pid}").exists(), "somebody is connected"
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    assert tpspan.published() == []

@@ -1,0 +1,82 @@
+"""Tensors of a module that stand for places in a range, until the range is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.utils.weak import TensorWeakRef
+
+from tpspan.parallel.regions import Region, Slots
+from tpspan.sharing.layout import Entry
+
+
+class Adopted:
+    """The tensors that were given memory in a range, as long as they live."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[TensorWeakRef, int]] = []
+
+    def take(self, slots: Slots, region: Region, view: torch.Tensor) -> None:
+        """Let everything that a module registers for a region stand for ``view``.
+
+        A real tensor stays the same object; one on the meta device is replaced wherever the module
+        registers it, since torch cannot give it memory.
+        """
+        for tensor in region.tensors:
+            if tensor.is_meta:
+                # ``.data`` forgets what the view was made from, which would keep the range in use.
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made = nn.Parameter(view, tensor.requires_grad) if is_parameter else view.data
+                made.__dict__.update(tensor.__dict__)
+                slots.put(tensor, made)
+                self.note(made)
+                continue
+            gradient = tensor.grad
+            if gradient is not None and gradient.device != view.device:
+                tensor.grad = None
+                tensor.data = view
+                tensor.grad = gradient.to(view.device)
+            else:
+                tensor.data = view
+            self.note(tensor)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Remember a tensor that stands for a place."""
+        if tensor.numel():
+            self._tensors.append((TensorWeakRef(tensor), tensor.data_ptr()))
+
+    def make_private(self) -> None:
+        """Give those that live, and are where they were put, memory of their own."""
+        copies: dict[object, torch.Tensor] = {}
+        for reference, address in self._tensors:
+            tensor = reference()
+            if tensor is None or tensor.data_ptr() != address:
+                continue
+            key = (address, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            if key not in copies:  # tied tensors stay tied
+                copies[key] = torch.empty_like(tensor.detach()).copy_(tensor.detach())
+            tensor.data = copies[key]
+            del tensor
+        self._tensors.clear()
+
+
+def part_of(region: Region, stride: tuple[int, ...]) -> Entry:
+    """What a layout needs to know of a region; the offset is not known yet."""
+    tensor = region.tensor
+    return Entry(region.names, 0, tuple(tensor.shape), stride, tensor.dtype)
+
+
+def optional_names(module: nn.Module) -> frozenset[str]:
+    """Names of buffers that a state dict does not hold."""
+    return frozenset(
+        f"{prefix}.{key}" if prefix else key
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for key in part._non_persistent_buffers_set
+    )
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+    """The devices of tensors that are not on meta."""
+    return {tensor.device for tensor in tensors if not tensor.is_meta}

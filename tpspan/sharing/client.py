@@ -1,0 +1,263 @@
+"""A connection of this process to the keeper: requests, their answers, and news.
+
+The keeper tells the end of a process by its connections, so every publication and every attachment
+has one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from tpspan.errors import (
+    KeeperError,
+    NameTakenError,
+    UnknownNameError,
+    VersionGoneError,
+)
+from tpspan.sharing import wire
+from tpspan.sharing.starting import TIMEOUT_S, connect
+
+_RETRY_S = 0.02
+
+
+class Lost(Exception):
+    """The keeper has ended, or was killed, before it answered."""
+
+
+class LayoutDiffers(Exception):
+    """A name holds tensors of another layout.
+
+    Attributes:
+        layout: that of the name.
+        device: where its tensors lie.
+    """
+
+    def __init__(self, layout: bytes, device: str) -> None:
+        self.layout, self.device = layout, device
+        super().__init__()
+
+
+class MissingBlocks(KeeperError):
+    """A version names blocks that the keeper does not have, or not yet."""
+
+
+class Unsettled(UnknownNameError):
+    """A name is unknown to a keeper that follows one that was killed: it may come in a moment.
+
+    Attributes:
+        left_s: how long publishers have left to come.
+    """
+
+    def __init__(self, text: str, left_s: float) -> None:
+        self.left_s = left_s
+        super().__init__(text)
+
+
+class Answer(NamedTuple):
+    """What the keeper answered, the bytes beside it, and its descriptors, each the taker's."""
+
+    message: dict[str, Any]
+    data: bytes
+    fds: Iterator[int]
+
+
+class Connection:
+    """One connection; any thread may use it.
+
+    Attributes:
+        newest: the newest version the keeper has told of; 0 if it has not.
+        removed: whether the name was removed at some time.
+        number: of connections so far, so that a new one is noticed.
+    """
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self.removed = False
+        self.number = 0
+        self._lock = threading.RLock()
+        self._socket: socket.socket | None = None
+        self._closed = False
+
+    def open(self) -> None:
+        """Connect, if there is no connection; starts a keeper if there is none.
+
+        Raises:
+            KeeperError: it does not start or answer, or this connection was closed for good.
+        """
+        with self._lock:
+            if self._closed:
+                raise KeeperError("this connection was closed")
+            if self._socket is None:
+                self._socket = connect()
+                self.number += 1
+
+    @contextlib.contextmanager
+    def request(
+        self,
+        message: dict[str, Any],
+        data: bytes = b"",
+        num_fds: int = 0,
+        fds: Iterable[int] = (),
+    ) -> Iterator[Answer]:
+        """Ask, and have the answer for a ``with`` block; what is left of its descriptors is closed.
+
+        Raises:
+            Lost: the keeper has ended; this connection is new at its next use.
+            TpspanError: what the keeper refused, as the error that it is.
+        """
+        with self._lock:
+            self.open()
+            assert self._socket is not None
+            answered = False
+            try:
+                self._socket.settimeout(TIMEOUT_S)
+                wire.send(self._socket, message, data, num_fds, fds)
+                answer, data, count = self._receive(self._socket)
+                answered = True
+                if "error" in answer:
+                    raise _error(answer, data)
+                following = wire.receive_fds(self._socket, count)
+                try:
+                    yield Answer(answer, data, following)
+                finally:
+                    for fd in following:  # the next answer begins behind them
+                        os.close(fd)
+            except BlockingIOError as error:
+                raise KeeperError(
+                    f"this process has no file descriptor left for published memory: {error}. "
+                    "Raise the limit (ulimit -n) or use larger blocks"
+                ) from None
+            except TimeoutError:
+                self._disconnect()
+                raise KeeperError(f"the keeper does not answer within {TIMEOUT_S:g} s") from None
+            except (OSError, wire.WireError) as error:
+                self._disconnect()
+                raise Lost(str(error)) from None
+            except Exception:
+                if not answered:  # a message was cut short: nothing can follow it
+                    self._disconnect()
+                raise
+
+    def ask(self, message: dict[str, Any], data: bytes = b"") -> dict[str, Any]:
+        """The answer to a request without descriptors; raises as ``request`` does."""
+        with self.request(message, data) as answer:
+            return answer.message
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Tell the keeper something that it does not answer."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._socket is not None:
+                wire.send(self._socket, message)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for news, at most so long.
+
+        Raises:
+            Lost: the keeper has ended; this connection is new at its next use.
+            KeeperError: there is none, and none can be started.
+        """
+        self.open()
+        connection = self._socket
+        if connection is None:
+            return
+        poll = select.poll()
+        try:
+            poll.register(connection, select.POLLIN)
+        except (OSError, ValueError):  # closed by another thread
+            return
+        ready = poll.poll(max(timeout_s, 0.0) * 1e3)
+        with self._lock:
+            if not ready or self._socket is not connection:
+                return
+            # Whoever asked in between has taken the news: look again.
+            if not poll.poll(0):
+                return
+            try:
+                connection.settimeout(TIMEOUT_S)
+                self._note(*wire.receive(connection))
+            except (OSError, wire.WireError) as error:
+                self._disconnect()
+                raise Lost(str(error)) from None
+
+    def close(self) -> None:
+        """Disconnect for good; idempotent."""
+        with self._lock:
+            self._closed = True
+            self._disconnect()
+
+    def _receive(self, connection: socket.socket) -> tuple[dict[str, Any], bytes, int]:
+        while True:
+            received = wire.receive(connection)
+            if "event" not in received[0]:
+                return received
+            self._note(*received)
+
+    def _note(self, message: dict[str, Any], data: bytes, num_fds: int) -> None:
+        if message.get("event") == "version":
+            self.newest = max(self.newest, message["version"])
+        self.removed |= message.get("event") == "removed"
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # wakes a thread that waits for news
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+            self._socket = None
+
+
+def keep_trying(step: Callable[[], Any]) -> Any:
+    """Do a step again if the keeper was killed before or in it.
+
+    A publisher that lives brings its name back to the next keeper: a name that a keeper just
+    started after a kill does not know is asked for again for a while.
+
+    Raises:
+        As the step; KeeperError if keepers end again and again.
+    """
+    for attempt in range(1_000_000):
+        try:
+            return step()
+        except Lost as error:
+            if attempt > 10:
+                raise KeeperError(f"keepers end again and again: {error}") from None
+        except Unsettled as error:
+            if error.left_s <= 0:
+                raise UnknownNameError(str(error)) from None
+            time.sleep(_RETRY_S)
+    raise AssertionError("unreachable")
+
+
+def _error(answer: dict[str, Any], data: bytes) -> Exception:
+    kind, text, details = answer["error"], answer["text"], answer["details"]
+    if kind == "unknown":
+        return Unsettled(text, details.get("settling_s", 0.0))
+    if kind == "taken":
+        return NameTakenError(text, details["pid"])
+    if kind in ("gone", "early"):
+        return VersionGoneError(text)
+    if kind == "layout":
+        return LayoutDiffers(data, details["device"])
+    if kind == "missing":
+        return MissingBlocks(text)
+    if kind == "lost":
+        return UnknownNameError(text)
+    if kind == "name":
+        return ValueError(text)
+    return KeeperError(text)
+
+
+def ask_once(message: dict[str, Any]) -> dict[str, Any]:
+    """A single request on a connection of its own; raises as ``Connection.request`` does."""
+    connection = Connection()
+    try:
+        answer: dict[str, Any] = keep_trying(lambda: connection.ask(message))
+        return answer
+    finally:
+        connection.close()
