@@ -1,6 +1,6 @@
 """Write the table of the project's README from the JSON files that stand beside this script.
 
-python docs/measurements/fill_readme.py
+    python docs/measurements/fill_readme.py
 """
 
 from __future__ import annotations
