@@ -1,21 +1,27 @@
 """Device kernels: compiled once per device by numba to PTX, loaded by cuda.core.
 
 numba's own dispatcher costs 30 to 100 µs a launch and makes a context of its own; here numba only
-turns a function into PTX. Launches go to the driver directly, with arguments packed into memory
-that is kept: ``cuda.core.launch`` takes twice as long.
+turns a function into PTX. That takes a second or two for each, so the PTX is kept on disk
+(``tpspan.cached``), unless ``TPSPAN_KERNEL_CACHE`` is 0. Launches go to the driver directly, with
+arguments packed into memory that is kept: ``cuda.core.launch`` takes twice as long.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import importlib
+import importlib.metadata
 import re
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from tpspan.cached import DiskCache
 from tpspan.errors import DriverError
 
 # Where each kernel's body is, and how many 64-bit integers it takes.
@@ -46,6 +52,8 @@ _COMPILE_ADVICE = (
 _LOAD_ADVICE = "The driver must be at least as new as the CUDA toolkit that compiled the kernel."
 
 _loaded: dict[tuple[str, int], DeviceKernel] = {}
+_CACHE = DiskCache("ptx", 1, "TPSPAN_KERNEL_CACHE")
+_COMPILERS = ("numba", "numba-cuda")
 _MOST_ARGUMENTS = 16
 _contexts: dict[int, Any] = {}
 _lock = threading.Lock()
@@ -67,6 +75,31 @@ def compile_ptx(name: str, compute_capability: tuple[int, int]) -> tuple[str, st
     entry = re.search(r"\.entry\s+([\w$]+)\s*\(", ptx)
     assert entry is not None, "numba's PTX has no entry"
     return ptx, entry.group(1)
+
+
+def cached_ptx(name: str, compute_capability: tuple[int, int]) -> tuple[str, str]:
+    """``compile_ptx``, or what it returned in an earlier process of the same sources."""
+    key = {
+        "kernel": name,
+        "compute_capability": ".".join(map(str, compute_capability)),
+        "sources": _digest_of_sources(),
+        **{package: importlib.metadata.version(package) for package in _COMPILERS},
+    }
+    found = _CACHE.load(key)
+    if isinstance(found, list) and len(found) == 2 and all(isinstance(each, str) for each in found):
+        return found[0], found[1]
+    ptx, entry = compile_ptx(name, compute_capability)
+    _CACHE.store(key, [ptx, entry])
+    return ptx, entry
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    """Of every file beside this one: a kernel may use functions of any of them."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def kernel(name: str, device_index: int) -> DeviceKernel:
@@ -127,7 +160,7 @@ class DeviceKernel:
         with _device_context(driver, device_index):
             capability = Device(device_index).compute_capability
             with _advised("compile", name, _COMPILE_ADVICE):
-                ptx, symbol = compile_ptx(name, (capability.major, capability.minor))
+                ptx, symbol = cached_ptx(name, (capability.major, capability.minor))
             with _advised("load", name, _LOAD_ADVICE):
                 self._code = ObjectCode.from_ptx(ptx.encode(), name=name)
                 self._kernel = self._code.get_kernel(symbol)

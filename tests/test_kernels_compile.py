@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kernel_cases import prepared_gpu
 from tpspan import kernels
 from tpspan.errors import DriverError
+from tpspan.kernels import compile as kernel_compiler
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,35 @@ def test_kernels_compile_to_ptx_without_a_gpu(
         assert "fence.acq_rel" not in ptx
     for instruction in instructions.get(name, ["ld.global.L1::no_allocate.v2", "st.global.v2"]):
         assert instruction in ptx
+
+
+def test_what_was_compiled_is_kept_for_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def compile_ptx(name: str, capability: tuple[int, int]) -> tuple[str, str]:
+        compiled.append((name, capability))
+        return f"ptx of {name}", name
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TPSPAN_KERNEL_CACHE", raising=False)
+    monkeypatch.setattr(kernel_compiler, "compile_ptx", compile_ptx)
+    for _ in range(2):
+        assert kernel_compiler.cached_ptx("post", (9, 0)) == ("ptx of post", "post")
+    assert compiled == [("post", (9, 0))]
+    kernel_compiler.cached_ptx("post", (8, 0))
+    kernel_compiler.cached_ptx("wait", (9, 0))
+    assert len(compiled) == 3, "other devices and kernels have files of their own"
+    monkeypatch.setattr(kernel_compiler, "_digest_of_sources", lambda: "changed")
+    kernel_compiler.cached_ptx("post", (9, 0))
+    assert len(compiled) == 4
+    for path in tmp_path.rglob("ptx-*"):
+        path.write_text(path.read_text().replace('"ptx of post"', "7"))
+    assert kernel_compiler.cached_ptx("post", (9, 0)) == ("ptx of post", "post")
+    monkeypatch.setenv("TPSPAN_KERNEL_CACHE", "0")
+    kernel_compiler.cached_ptx("post", (9, 0))
+    assert len(compiled) == 6
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up. A layer may import itself and every layer before it.
 LAYERS = (
     "errors",
+    "cached",
     "kernels",
     "memory",
     "launch",
@@ -26,7 +27,7 @@ LAYERS = (
 )
 # Layers that get along with less than the order allows: kernels are plain functions over
 # addresses, and a launch needs no kernel.
-NARROWER = {"kernels": {"errors"}, "launch": {"errors", "memory"}}
+NARROWER = {"kernels": {"errors", "cached"}, "launch": {"errors", "memory"}}
 # tpspan/__init__.py offers the public names of these; the command line stands above it.
 PUBLIC = set(LAYERS) - {"tools"}
 

@@ -1,31 +1,26 @@
 """The rates that ``auto`` decides by: measured once on the machine, then kept in a small file.
 
-The file lies in ``$XDG_CACHE_HOME/tpspan`` (or ``~/.cache/tpspan``), one for every combination of
-device, driver, number of ranks and dtype; ``TPSPAN_RATES_CACHE=0`` neither reads nor writes it. A
-file that cannot be read, or holds something else, counts as absent and is written again.
+There is one file (``tpspan.cached``) for every combination of device, driver, number of ranks and
+dtype; ``TPSPAN_RATES_CACHE=0`` neither reads nor writes it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import json
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from tpspan.cached import DiskCache
 from tpspan.launch.world import World
 from tpspan.parallel.policy import LINKED, LOCAL, Rates
 from tpspan.parallel.staging import SharedWeight, multiply, staged_product
 
 CACHE_VARIABLE = "TPSPAN_RATES_CACHE"
 
-_SCHEMA = 2
+_CACHE = DiskCache("rates", 2, CACHE_VARIABLE)
 _LEAST_NBYTES = 8 << 20
 _SOME_ROWS, _MANY_ROWS = 256, 1024
 # Products of many rows that keep the device busy while the host queues what is timed.
@@ -140,49 +135,18 @@ def measure(weight: SharedWeight) -> Rates:
 
 def load(key: dict[str, str]) -> Rates | None:
     """The rates stored under a key, or None if there are none that can be used."""
-    path = _path(key)
-    if path is None:
-        return None
+    numbers = _CACHE.load(key)
     try:
-        found = json.loads(path.read_text())
-        if found["schema"] != _SCHEMA or found["key"] != key:
-            return None
-        numbers = found["rates"]
         if not all(math.isfinite(number) for number in numbers.values()):
             return None
         return Rates(**numbers)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, AttributeError):
         return None
 
 
 def store(key: dict[str, str], rates: Rates) -> None:
     """Store rates under a key, whole or not at all; where that is impossible, do nothing."""
-    path = _path(key)
-    if path is None:
-        return
-    text = json.dumps({"schema": _SCHEMA, "key": key, "rates": dataclasses.asdict(rates)}, indent=1)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".rates-", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-
-
-def _path(key: dict[str, str]) -> Path | None:
-    if os.environ.get(CACHE_VARIABLE, "1") == "0":
-        return None
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        folder = Path(base) if base else Path.home() / ".cache"
-    except RuntimeError:  # nobody's home
-        return None
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return folder / "tpspan" / f"rates-{digest[:16]}.json"
+    _CACHE.store(key, dataclasses.asdict(rates))
 
 
 def _driver_version() -> str:
