@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tpspan
-from bodies.sharing import PAGE, model, tensors
+from bodies.sharing import PAGE, model, set_up, tensors
 from harness import leaks
 from sharing_processes import ON_EACH_DEVICE, Actor, listing, own_keeper
 from tpspan.errors import (
@@ -32,7 +32,9 @@ def keeper() -> Iterator[str]:
 
 
 @pytest.fixture
-def no_leaks() -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    cases = getattr(request.node, "callspec", None)
+    set_up("cpu" if cases is None else cases.params.get("device", "cpu"))
     before = leaks.take()
     yield
     assert leaks.settle(before)[1] == {}
@@ -46,8 +48,8 @@ def held(name: str) -> int:
 @ON_EACH_DEVICE
 def test_what_is_published_is_read_in_place_and_flips_by_version(device: str) -> None:
     with Actor() as publisher, Actor() as reader:
-        publisher.do("snapshot")
-        reader.do("snapshot")
+        publisher.do("snapshot", device)
+        reader.do("snapshot", device)
         assert publisher.do("publish", "x", 1, device=device) == 1
         assert reader.do("attach", "x") == 1
         assert reader.do("value_of") == 1

@@ -264,7 +264,7 @@ def test_anything_at_any_time(keeper: str, seconds: int) -> None:
 
     def begin() -> None:
         actor = Actor()
-        actor.do("snapshot")
+        actor.do("snapshot", "cpu")
         actor.tell("roam", dice.random(), dice.uniform(0.5, 4.0), names, "cpu")
         actors.append(actor)
 

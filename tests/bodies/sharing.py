@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from typing import Any
@@ -161,8 +162,19 @@ def sums(state: State, key: str = "m") -> dict[str, float]:
     return {name: float(tensor.detach().double().sum()) for name, tensor in named.items()}
 
 
-def snapshot(state: State) -> None:
+def set_up(device: str) -> None:
+    """Do once what a process does at its first use of a device, and keeps."""
+    if device == "cpu":
+        return
+    name = f"first use by {os.getpid()}"
+    publication = tpspan.publish({"w": torch.ones(8, device=device)}, name)
+    tpspan.attach(name).close()
+    publication.close(remove=True)
+
+
+def snapshot(state: State, device: str) -> None:
     """Remember what this process holds."""
+    set_up(device)
     state["before"] = leaks.take()
 
 

@@ -146,6 +146,8 @@ def _by_handoff(
             return activation.source
         with handoff.acquire() as slot:
             tensor = slot.tensor(shape, dtype)
+            if activation.is_checked:
+                slot.wait_until_mapped()  # for what is copied in and out
             if handoff.is_producer:
                 activation.fill(tensor)
                 return activation.source
