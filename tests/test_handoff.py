@@ -26,10 +26,15 @@ def test_rings_of_other_depths(ranks: Ranks, mode: str, depth: int) -> None:
 
 @PAIR
 @pytest.mark.parametrize(
-    "body", ["held", "small_blocks", "one_address_one_slot", "without_waiting", "misused"]
+    "body", ["held", "small_blocks", "one_address_one_slot", "without_waiting"]
 )
 def test_slots(ranks: Ranks, body: str) -> None:
     ranks.run(f"bodies.handoff:{body}")
+
+
+@PAIR
+def test_wrong_arguments_are_refused(ranks: Ranks) -> None:
+    ranks.run("bodies.handoff_faults:misused")
 
 
 @PAIR
@@ -70,14 +75,14 @@ def test_one_process_on_both_sides(ranks: Ranks, mode: str, threads: bool) -> No
 @PAIR
 def test_ranks_that_disagree_make_nothing(ranks: Ranks) -> None:
     """Invariant 3."""
-    ranks.run("bodies.handoff:disagreed")
+    ranks.run("bodies.handoff_faults:disagreed")
 
 
 @PAIR
 @pytest.mark.parametrize("body", ["still_used", "closed_with_the_world"])
 def test_closing(ranks: Ranks, body: str) -> None:
     """Invariant 10: what is forgotten is named, and closed by the world."""
-    ranks.run(f"bodies.handoff:{body}")
+    ranks.run(f"bodies.handoff_faults:{body}")
 
 
 @pytest.mark.ranks(2, 3, launchers=("mpirun",), backends=("host",))
@@ -89,7 +94,7 @@ def test_between_domains_torch_carries_it(ranks: Ranks) -> None:
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_peer_that_is_late_is_named_and_may_still_come(ranks: Ranks, side: int) -> None:
     """Invariant 9."""
-    ranks.run("bodies.handoff:late", side=side)
+    ranks.run("bodies.handoff_faults:late", side=side)
 
 
 @PAIR
@@ -108,7 +113,7 @@ def test_a_peer_that_is_late_is_named_and_may_still_come(ranks: Ranks, side: int
 def test_a_killed_peer_is_named_in_every_phase(ranks: Ranks, phase: str, victim: int) -> None:
     """Invariants 9 and 11: by the deadline, and nothing is left."""
     mode = "remap" if victim else "window"
-    outcome = ranks.fresh("bodies.handoff:killed", victim=victim, phase=phase, mode=mode)
+    outcome = ranks.fresh("bodies.handoff_faults:killed", victim=victim, phase=phase, mode=mode)
     assert outcome.died == (victim,), outcome.output
     report = outcome.reports[1 - victim]
     assert report is not None and report.error is None, report
@@ -121,39 +126,41 @@ def test_a_killed_peer_is_named_in_every_phase(ranks: Ranks, phase: str, victim:
 def test_whatever_driver_call_fails_all_is_undone(ranks: Ranks, mode: str, victim: int) -> None:
     """Invariant 4."""
     least = 4 if mode == "window" else 8
-    assert min(ranks.run("bodies.handoff:each_driver_call", victim=victim, mode=mode)) >= least
+    assert (
+        min(ranks.run("bodies.handoff_faults:each_driver_call", victim=victim, mode=mode)) >= least
+    )
 
 
 @PAIR
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_remap_that_fails_is_raised_by_the_next_call(ranks: Ranks, victim: int) -> None:
-    ranks.run("bodies.handoff:remap_fails", victim=victim)
+    ranks.run("bodies.handoff_faults:remap_fails", victim=victim)
 
 
 @CUDA_PAIR
 def test_a_remap_waits_for_the_kernel_that_still_runs(ranks: Ranks) -> None:
     """Invariant 5: and without the guard it does not."""
-    assert ranks.run("bodies.handoff:remap_waits", guarded=True) == [[True], [True]]
-    assert ranks.run("bodies.handoff:remap_waits", guarded=False) == [[False], [False]]
+    assert ranks.run("bodies.handoff_guards:remap_waits", guarded=True) == [[True], [True]]
+    assert ranks.run("bodies.handoff_guards:remap_waits", guarded=False) == [[False], [False]]
 
 
 @CUDA_PAIR
 def test_nothing_is_taken_or_remapped_during_a_capture(ranks: Ranks) -> None:
     """Invariant 7: and without the guard it is."""
-    assert ranks.run("bodies.handoff:during_a_capture", guarded=True) == [[False], [False]]
-    assert ranks.run("bodies.handoff:during_a_capture", guarded=False) == [[True], [True]]
+    assert ranks.run("bodies.handoff_guards:during_a_capture", guarded=True) == [[False], [False]]
+    assert ranks.run("bodies.handoff_guards:during_a_capture", guarded=False) == [[True], [True]]
 
 
 @CUDA_PAIR
 def test_a_captured_graph_stays_right_through_remaps(ranks: Ranks) -> None:
     """Invariant 7."""
-    assert ranks.run("bodies.handoff:through_a_graph", num=1000)[1] == 0
+    assert ranks.run("bodies.handoff_guards:through_a_graph", num=1000)[1] == 0
 
 
 @CUDA_PAIR
 @MODES
 def test_a_steady_state_never_synchronises(ranks: Ranks, mode: str) -> None:
-    ranks.run("bodies.handoff:never_synchronises", mode=mode, num=1000)
+    ranks.run("bodies.handoff_guards:never_synchronises", mode=mode, num=1000)
 
 
 @HOST_PAIR
