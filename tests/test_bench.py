@@ -236,7 +236,7 @@ def bench(*words: str, expect: int = 0) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_two_ranks_measure_and_report_everything(launcher: str, tmp_path: Path) -> None:
     if reason := missing_launcher(launcher):
         pytest.skip(reason)

@@ -32,10 +32,15 @@ DTYPES = (
 )
 
 
-@pytest.mark.ranks()
+@pytest.mark.ranks(1, 2, 3, 4, launchers=("mpirun",))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_call_of_every_dtype(ranks: Ranks, dtype: str) -> None:
     ranks.run("bodies.distributed:every_call", dtype=dtype)
+
+
+@pytest.mark.ranks(2, 4, launchers=("torchrun",))
+def test_every_call_under_torchrun(ranks: Ranks) -> None:
+    ranks.run("bodies.distributed:every_call", dtype="bfloat16")
 
 
 @pytest.mark.ranks(2, 3)

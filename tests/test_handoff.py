@@ -103,10 +103,10 @@ def test_a_peer_that_is_late_is_named_and_may_still_come(ranks: Ranks, side: int
     [
         ("making", 0),
         ("idle", 1),
-        ("holding", 0),
+        pytest.param("holding", 0, marks=pytest.mark.slow),
         ("holding", 1),
         ("finished", 0),
-        ("finished", 1),
+        pytest.param("finished", 1, marks=pytest.mark.slow),
         ("closing", 1),
     ],
 )

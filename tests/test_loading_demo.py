@@ -70,14 +70,25 @@ def test_the_demo_takes_a_directory(ranks: Ranks, tiny_model: Path) -> None:
 
 
 @HAS_SMOLLM2
+@pytest.mark.ranks(2, launchers=("mpirun",))
+def test_ranks_answer_from_one_copy(ranks: Ranks) -> None:
+    answers_from_one_copy(ranks)
+
+
+@HAS_SMOLLM2
+@pytest.mark.slow
 @pytest.mark.ranks(4, launchers=("mpirun",))
 def test_four_ranks_answer_from_one_copy(ranks: Ranks) -> None:
+    answers_from_one_copy(ranks)
+
+
+def answers_from_one_copy(ranks: Ranks) -> None:
     # What transformers keeps from its first use would have all of it run twice.
     body = "bodies.models:demo"
     printed = ranks.run(body, model=None, prompts=[], deadline_s=300, leaks=False)[0]
     assert "What is the capital of France?\nThe capital of France is Paris." in printed
-    assert printed.count("273 of 273 parameters equal transformers' own loading bit for bit") == 4
-    assert printed.count("passed") == 4
+    equal = "273 of 273 parameters equal transformers' own loading bit for bit"
+    assert printed.count(equal) == printed.count("passed") == ranks.size
     ratio = re.search(r"held in all: [\d,]+ bytes, ([\d.]+) of the model's", printed)
     assert ratio is not None
     assert 1.0 <= float(ratio[1]) <= 1.05

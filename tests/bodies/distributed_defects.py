@@ -136,7 +136,7 @@ def callback_that_waits(world: World) -> None:
         works: list[Any] = []
 
         def call(future: Any) -> None:
-            gate.wait(10)
+            gate.wait(1)
             works[1].wait()
 
         first = dist.barrier(group, async_op=True)
