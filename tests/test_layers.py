@@ -22,7 +22,6 @@ LAYERS = (
     "distributed",
     "parallel",
     "sharing",
-    "elastic",
     "tools",
 )
 # Layers that get along with less than the order allows: kernels are plain functions over

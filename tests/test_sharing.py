@@ -290,6 +290,11 @@ def test_a_training_state_of_tensors_and_plain_values() -> None:
     assert second["step"] == 2
     assert torch.equal(second["model"]["weight"], net.weight)
     assert torch.equal(first["model"]["weight"], net.weight), "the same tensor, flipped"
+    with torch.no_grad():
+        p["model.weight"].add_(1)
+    assert p.commit() == 3
+    assert a.update()
+    assert a.state()["step"] == 2, "plain values are those of the last commit that gave some"
     twin = nn.Linear(4, 4)
     twin.load_state_dict(second["model"])
     torch.optim.AdamW(twin.parameters()).load_state_dict(second["optimizer"])

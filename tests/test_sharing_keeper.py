@@ -171,7 +171,17 @@ def test_it_answers_nonsense_and_goes_on(keeper: str) -> None:
             stranger.settimeout(5.0)
             with contextlib.suppress(ConnectionError):
                 assert stranger.recv(1) == b"", "it hangs up"
+    for silent in (
+        {"op": "reads"},
+        {"op": "reads", "name": "x", "version": "y"},
+        {"op": "watches"},
+    ):
+        connection.say(silent)
     assert connection.ask({"op": "list"})["names"] == []
+    with tpspan.publish(tensors(1, num_blocks=1), "x") as publication:
+        request = {"op": "attach", "name": "x", "have": [], "reads": "", "places": [99, -1]}
+        assert connection.ask(request)["sent"] == [], "blocks that are not there"
+        publication.close(remove=True)
     connection.close()
 
 

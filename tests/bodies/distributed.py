@@ -270,6 +270,12 @@ def mismatched(world: World) -> None:
                 else dist.all_reduce(x, group=group)
             ),
             lambda: dist.all_reduce(x.int() if last else x, group=group),
+            # Lists of other sizes, although the longest are alike.
+            lambda: dist.reduce_scatter(
+                torch.empty(4 if last or not group.rank else 1, device=device),
+                [x[:2] if last else x, *([x[:1]] * (size - 2)), x if last else x[:1]],
+                group=group,
+            ),
             # One rank refuses its own arguments: the others are told.
             lambda: dist.all_gather_into_tensor(out[:-1] if last else out, x, group),
         ]

@@ -14,6 +14,7 @@ the calls before it may not have written its inputs yet.
 from __future__ import annotations
 
 import pickle
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -269,7 +270,9 @@ def reduce_scatter(
         raise
     assert engine is not None
     # Parts of one size, padded where the parts are uneven: their list is the same on all ranks.
-    longest = max(each.numel() for each in inputs)
+    sizes = [each.numel() for each in inputs]
+    longest = max(sizes)
+    digest = 0 if len(set(sizes)) == 1 else zlib.crc32(repr(sizes).encode())
 
     def call() -> None:
         whole = output.new_empty((group.size, longest), requires_grad=False)
@@ -278,7 +281,7 @@ def reduce_scatter(
             row[each.numel() :].zero_()
         is_whole = output.numel() == longest and is_plain(output)
         target = output if is_whole else output.new_empty(longest, requires_grad=False)
-        engine.reduce_scatter(target, whole, reduction)
+        engine.reduce_scatter(target, whole, reduction, digest)
         if target is not output:
             bring_back(output, target[: output.numel()])
 

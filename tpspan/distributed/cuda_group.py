@@ -209,12 +209,17 @@ class CudaGroup:
         counts.count("broadcast: staged")
 
     def reduce_scatter(
-        self, output: torch.Tensor, whole: torch.Tensor, reduction: Reduction
+        self, output: torch.Tensor, whole: torch.Tensor, reduction: Reduction, digest: int = 0
     ) -> None:
-        """Reduce the ranks' inputs and give each rank its part of the result."""
+        """Reduce the ranks' inputs and give each rank its part of the result.
+
+        Args:
+            digest: stands for what else must be the same on all ranks.
+        """
         nbytes = output.nbytes
         operation = Operation.REDUCE_SCATTER
-        self._journal.note(words(operation, output.dtype, nbytes, reduction=reduction))
+        request = words(operation, output.dtype, nbytes, reduction=reduction, digest=digest)
+        self._journal.note(request)
         stream = _stream(self._index)
         source, target = whole.data_ptr(), output.data_ptr()
         rank, size = self.rank, self.world_size

@@ -198,12 +198,17 @@ class HostGroup:
         counts.count("broadcast: staged")
 
     def reduce_scatter(
-        self, output: torch.Tensor, whole: torch.Tensor, reduction: Reduction
+        self, output: torch.Tensor, whole: torch.Tensor, reduction: Reduction, digest: int = 0
     ) -> None:
-        """Reduce the ranks' inputs and give each rank its part of the result."""
+        """Reduce the ranks' inputs and give each rank its part of the result.
+
+        Args:
+            digest: stands for what else must be the same on all ranks.
+        """
         itemsize = output.element_size()
         nbytes = output.numel() * itemsize
-        request = words(Operation.REDUCE_SCATTER, output.dtype, nbytes, reduction=reduction)
+        operation = Operation.REDUCE_SCATTER
+        request = words(operation, output.dtype, nbytes, reduction=reduction, digest=digest)
         self._steps.ask(request)
         reduce = reducer(output.dtype, reduction, self.world_size)
         rank, size, slot = self.rank, self.world_size, self._slices

@@ -256,10 +256,9 @@ class Handoff:
         self._open().finish(slot)
         self._num_finished += 1
 
-    def put_back(self, slot: Slot) -> None:
+    def put_back(self, slot: Slot) -> bool:
         """Untake a producer's slot after an exception; ``Slot`` calls it."""
-        if self._transport is not None:
-            self._transport.put_back(slot)
+        return self._transport is None or self._transport.put_back(slot)
 
     def _take(self, is_producer: bool, timeout_s: float | None) -> Slot:
         return Slot(self, self._open().take(is_producer, timeout_s), is_producer)

@@ -144,15 +144,18 @@ class MappedTransport:
         if fence is not None:
             side.remap_after(fence, turn)
 
-    def put_back(self, slot: Slot) -> None:
-        """Untake a producer's turn; if later ones are held it stays held."""
+    def put_back(self, slot: Slot) -> bool:
+        """Untake a producer's turn; if later ones are held it stays held, and this is False."""
         side = self._side(True)
-        with contextlib.suppress(ValueError):
+        try:
             side.ring.put_back(slot.turn)
-            event = None
-            if side.place.backend == "cuda":
-                event = torch.cuda.current_stream(side.place.device).record_event()
-            self._put_back = slot.turn, event
+        except ValueError:
+            return False
+        event = None
+        if side.place.backend == "cuda":
+            event = torch.cuda.current_stream(side.place.device).record_event()
+        self._put_back = slot.turn, event
+        return True
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Note a stream that uses the tensors."""

@@ -132,9 +132,13 @@ class SendTransport:
         self._specs.pop(slot.turn, None)
         self._ring.release(slot.turn)
 
-    def put_back(self, slot: Slot) -> None:
-        """Untake a producer's turn."""
-        self._ring.put_back(slot.turn)
+    def put_back(self, slot: Slot) -> bool:
+        """Untake a producer's turn; if later ones are held it stays held, and this is False."""
+        try:
+            self._ring.put_back(slot.turn)
+        except ValueError:
+            return False
+        return True
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Nothing is remapped."""

@@ -28,15 +28,16 @@ class Holder(Protocol):
     def finish(self, slot: Slot) -> None:
         """Hand the block over, or give it back."""
 
-    def put_back(self, slot: Slot) -> None:
-        """Forget that the slot was taken; nothing is handed over."""
+    def put_back(self, slot: Slot) -> bool:
+        """Forget that the slot was taken; nothing is handed over. False if a later one is held."""
 
 
 class Slot:
     """A block of a ``Handoff``, for one turn; made by ``produce`` and ``consume``.
 
     A ``with`` block releases it at its end. If a producer's block ends by an exception nothing is
-    handed over, and the next ``produce`` begins the turn anew.
+    handed over, and the next ``produce`` begins the turn anew; if a later slot is held already, it
+    stays held until ``release``.
 
     Attributes:
         turn: its number, from 0, the same on both sides.
@@ -160,8 +161,7 @@ class Slot:
         if error is None or not self.is_producer:
             self.release()
         elif not self.is_released:
-            self._holder.put_back(self)
-            self.is_released = True
+            self.is_released = self._holder.put_back(self)
 
     def __repr__(self) -> str:
         side = "producer" if self.is_producer else "consumer"

@@ -297,8 +297,8 @@ class Attached(Mapping[str, torch.Tensor]):
                     f"{num_live} tensors attached from {self.name!r} are still alive: drop them "
                     "first"
                 )
-            self._is_closed = True
             self._streams.fence().wait()
+            self._is_closed = True
         self._ended.set()
         self._connection.close()
         self._listening.close()

@@ -93,7 +93,9 @@ def attach(
             fetched: Fetched = keep_trying(take)
             undo.callback(fetched.close)
             right = Right.READ_WRITE if writable or replicate else Right.READ
-            return Attached(name, connection, fetched, importer, right, wanted, group)
+            made = Attached(name, connection, fetched, importer, right, wanted, group)
+            undo.callback(made.close)  # another rank may fail
+            return made
 
         if isinstance(group, Ranks):
             number = group.broadcast(group.together("tpspan.attach", lambda: look()[0]))

@@ -140,7 +140,7 @@ class Connection:
             except (OSError, wire.WireError) as error:
                 self._disconnect()
                 raise Lost(str(error)) from None
-            except Exception:
+            except BaseException:
                 if not answered:  # a message was cut short: nothing can follow it
                     self._disconnect()
                 raise
@@ -152,9 +152,15 @@ class Connection:
 
     def say(self, message: dict[str, Any]) -> None:
         """Tell the keeper something that it does not answer."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._socket is not None:
+        with self._lock:
+            if self._socket is None:
+                return
+            try:
                 wire.send(self._socket, message)
+            except BaseException as error:
+                self._disconnect()  # it may have been cut short
+                if not isinstance(error, OSError):
+                    raise
 
     def wait(self, timeout_s: float) -> None:
         """Wait for news, at most so long.
@@ -182,9 +188,11 @@ class Connection:
             try:
                 connection.settimeout(TIMEOUT_S)
                 self._note(*wire.receive(connection))
-            except (OSError, wire.WireError) as error:
-                self._disconnect()
-                raise Lost(str(error)) from None
+            except BaseException as error:
+                self._disconnect()  # nothing can follow what was cut short
+                if isinstance(error, OSError | wire.WireError):
+                    raise Lost(str(error)) from None
+                raise
 
     def close(self) -> None:
         """Disconnect for good; idempotent."""

@@ -64,7 +64,7 @@ def find_place() -> Place:
     directory = os.environ.get(VARIABLE, "")
     if not directory and runtime and len(runtime) < _MAX_PATH and os.access(runtime, os.W_OK):
         directory = os.path.join(runtime, "tpspan")
-    directory = directory or f"/tmp/tpspan-{user}"
+    directory = os.path.abspath(directory or f"/tmp/tpspan-{user}")
     if len(directory) > _MAX_PATH:
         raise KeeperError(
             f"{directory} is too long for the path of a socket: set {VARIABLE} to a shorter one"

@@ -147,7 +147,9 @@ class Publication(Mapping[str, torch.Tensor]):
             self._check_open()
             skeleton = self._write(values)
             candidates = None if changed is None else self.layout.places_of(changed)
-            return self._commit(candidates, skeleton)
+            version = self._commit(candidates, skeleton)
+            self._skeleton = skeleton
+            return version
 
     def close(self, *, remove: bool = False) -> None:
         """Stop publishing. Attached processes go on, and others may attach, until it is removed.
@@ -172,10 +174,12 @@ class Publication(Mapping[str, torch.Tensor]):
                         "drop them first"
                     )
             self._is_closed = True
-        if remove and self._group.leads:
-            self._registration.remove()
-        self._working.settle()
-        self._dissolve()
+        try:
+            if remove and self._group.leads:
+                self._registration.remove()
+            self._working.settle()
+        finally:
+            self._dissolve()
 
     def _dissolve(self) -> None:
         closes = [self._registration.close]

@@ -193,12 +193,13 @@ class Keeper:
     def _perform(
         self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int], lost: bool
     ) -> None:
-        operation = message.get("op")
-        if operation == "reads":  # this and the next want no answer
-            peer.reads = (str(message["name"]), int(message["version"]))
-            return
-        if operation == "watches":
-            peer.watches = str(message["name"])
+        operation, name = message.get("op"), message.get("name")
+        if operation in ("reads", "watches"):  # these want no answer, not even if they are wrong
+            version = message.get("version")
+            if operation == "watches" and isinstance(name, str):
+                peer.watches = name
+            elif isinstance(name, str) and isinstance(version, int):
+                peer.reads = (name, version)
             return
         try:
             if lost:
@@ -209,7 +210,7 @@ class Keeper:
             fds = []
         except Refused as refused:
             answer = self._refusal(refused)
-        except (KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever one client sends, what the others hold must stay
             answer = self._refusal(Refused("request", f"a request without sense: {error!r}"))
         finally:
             for fd in fds:
@@ -276,7 +277,9 @@ class Keeper:
         if message["reads"] == "this":
             peer.reads = (found.name, version.number)
         wanted = message.get("places")
-        places = range(len(version.blocks)) if wanted is None else wanted
+        there = range(len(version.blocks))
+        # A name that was published anew may have fewer blocks; the client sees it by the layout.
+        places = there if wanted is None else [place for place in wanted if place in there]
         sent = [place for place in places if version.blocks[place].name not in have]
         reply = self._shown(version, sent)
         reply.update(

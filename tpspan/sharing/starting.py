@@ -99,6 +99,12 @@ def _greeted(place: Place) -> socket.socket | None:
     return connection
 
 
+def _for_the_interpreter() -> dict[str, str]:
+    """What Python itself may need to start, where its library lies in a place of its own."""
+    kept = ("LD_LIBRARY_PATH", "PYTHONHOME")
+    return {name: os.environ[name] for name in kept if name in os.environ}
+
+
 def _start(place: Place) -> None:
     """Start a keeper and wait until it serves, or says why it does not."""
     read, write = os.pipe()
@@ -109,7 +115,7 @@ def _start(place: Place) -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=[write],
-            env={"PATH": os.defpath, VARIABLE: place.directory},
+            env={"PATH": os.defpath, VARIABLE: place.directory, **_for_the_interpreter()},
             timeout=TIMEOUT_S,
             check=False,
         )

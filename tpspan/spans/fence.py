@@ -80,7 +80,7 @@ class StreamsInUse:
         """Record everything so far on these streams and on the current one."""
         self.use()
         self.refuse_capture()
-        return Fence(self, self._streams.values(), self._signals, self._world)
+        return Fence(self, tuple(self._streams.values()), self._signals, self._world)
 
 
 class Fence:
