@@ -31,7 +31,7 @@ _BF16_NBYTES = 16 << 20
 # A peer that took longer for one call is not asked for a larger one: gloo's are seconds on a GPU.
 _PATIENCE_S = 0.3
 # One that took longer for its first call of a size is not timed there: it would take minutes.
-_MOST_PATIENCE_S = 2.0
+_MOST_PATIENCE_S = 5.0
 # The first calls are slow: pages are touched, caches filled, and Python learns what is called.
 _WARM_CALLS = 25
 _WARM_S = 0.02
