@@ -77,10 +77,17 @@ def compile_ptx(name: str, compute_capability: tuple[int, int]) -> tuple[str, st
     return ptx, entry.group(1)
 
 
-def cached_ptx(name: str, compute_capability: tuple[int, int]) -> tuple[str, str]:
-    """``compile_ptx``, or what it returned in an earlier process of the same sources."""
+def cached_ptx(
+    name: str, compute_capability: tuple[int, int], driver_version: int
+) -> tuple[str, str]:
+    """``compile_ptx``, or what it returned in an earlier process of the same sources.
+
+    Args:
+        driver_version: PTX of a newer toolkit, from beside a newer driver, cannot be loaded.
+    """
     key = {
         "kernel": name,
+        "driver": str(driver_version),
         "compute_capability": ".".join(map(str, compute_capability)),
         "sources": _digest_of_sources(),
         **{package: importlib.metadata.version(package) for package in _COMPILERS},
@@ -160,7 +167,8 @@ class DeviceKernel:
         with _device_context(driver, device_index):
             capability = Device(device_index).compute_capability
             with _advised("compile", name, _COMPILE_ADVICE):
-                ptx, symbol = cached_ptx(name, (capability.major, capability.minor))
+                version = _check(driver.cuDriverGetVersion(), "cuDriverGetVersion")
+                ptx, symbol = cached_ptx(name, (capability.major, capability.minor), version)
             with _advised("load", name, _LOAD_ADVICE):
                 self._code = ObjectCode.from_ptx(ptx.encode(), name=name)
                 self._kernel = self._code.get_kernel(symbol)

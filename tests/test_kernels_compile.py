@@ -57,20 +57,21 @@ def test_what_was_compiled_is_kept_for_the_next_process(
     monkeypatch.delenv("TPSPAN_KERNEL_CACHE", raising=False)
     monkeypatch.setattr(kernel_compiler, "compile_ptx", compile_ptx)
     for _ in range(2):
-        assert kernel_compiler.cached_ptx("post", (9, 0)) == ("ptx of post", "post")
+        assert kernel_compiler.cached_ptx("post", (9, 0), 13000) == ("ptx of post", "post")
     assert compiled == [("post", (9, 0))]
-    kernel_compiler.cached_ptx("post", (8, 0))
-    kernel_compiler.cached_ptx("wait", (9, 0))
-    assert len(compiled) == 3, "other devices and kernels have files of their own"
+    kernel_compiler.cached_ptx("post", (8, 0), 13000)
+    kernel_compiler.cached_ptx("wait", (9, 0), 13000)
+    kernel_compiler.cached_ptx("post", (9, 0), 12080)
+    assert len(compiled) == 4, "other devices, kernels and drivers have files of their own"
     monkeypatch.setattr(kernel_compiler, "_digest_of_sources", lambda: "changed")
-    kernel_compiler.cached_ptx("post", (9, 0))
-    assert len(compiled) == 4
+    kernel_compiler.cached_ptx("post", (9, 0), 13000)
+    assert len(compiled) == 5
     for path in tmp_path.rglob("ptx-*"):
         path.write_text(path.read_text().replace('"ptx of post"', "7"))
-    assert kernel_compiler.cached_ptx("post", (9, 0)) == ("ptx of post", "post")
+    assert kernel_compiler.cached_ptx("post", (9, 0), 13000) == ("ptx of post", "post")
     monkeypatch.setenv("TPSPAN_KERNEL_CACHE", "0")
-    kernel_compiler.cached_ptx("post", (9, 0))
-    assert len(compiled) == 6
+    kernel_compiler.cached_ptx("post", (9, 0), 13000)
+    assert len(compiled) == 7
 
 
 @pytest.fixture(scope="module")
