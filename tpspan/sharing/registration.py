@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tpspan.errors import (
-    KeeperError,
     NameTakenError,
     PublicationMismatch,
     TpspanError,
@@ -255,5 +254,5 @@ class Registration:
                 continue
             except (NameTakenError, UnknownNameError, PublicationMismatch):
                 return  # somebody else came first: the next commit says so
-            except KeeperError:
+            except (TpspanError, OSError):  # no keeper, or out of descriptors: it may get better
                 self._closed.wait(_RETRY_S)
