@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -386,12 +385,7 @@ class Publication(Mapping[str, torch.Tensor]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
