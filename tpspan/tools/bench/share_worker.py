@@ -104,6 +104,8 @@ class _Worker:
         if self._attached is not None:
             self._attached.close()
             self._attached = None
+        if self._device != "cpu":
+            torch.cuda.empty_cache()  # the next worker needs the room
         return 0.0
 
     def _settle(self) -> None:
