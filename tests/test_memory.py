@@ -208,6 +208,20 @@ def test_an_exported_block_is_the_same_memory(make_driver: MakeDriver) -> None:
         driver.release(twin)
 
 
+@ON_EACH_DRIVER
+def test_few_bytes_come_up_from_the_host(make_driver: MakeDriver) -> None:
+    driver = make_driver()
+    for nbytes in (0, 1, 2, 3, 17, 1000, 1021, 1024, 1025, 4096):
+        source = torch.arange(nbytes + 2).to(torch.uint8)
+        target = torch.full((nbytes + 2,), 255, dtype=torch.uint8, device=driver.device)
+        if target.is_cuda:
+            source = source.pin_memory()
+        stream = torch.cuda.current_stream().cuda_stream if target.is_cuda else 0
+        driver.copy_up(target.data_ptr() + 1, source.data_ptr() + 1, nbytes, stream)
+        expected = [255, *source[1 : nbytes + 1].tolist(), 255]
+        assert target.tolist() == expected, nbytes
+
+
 def test_an_import_of_another_size_is_refused() -> None:
     driver = HostDriver()
     handle = driver.create(PAGE)

@@ -24,9 +24,15 @@ def test_a_wait_takes_one_post(ranks: Ranks) -> None:
 
 @HERE
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_late_rank_is_named_by_all_others(ranks: Ranks, captured: bool) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_late_rank_is_named_by_all_others(ranks: Ranks, captured: bool, on_device: bool) -> None:
     for victim in range(ranks.size):
-        ranks.run("bodies.stream_logic:late", victim=victim, captured=captured)
+        ranks.run("bodies.stream_logic:late", victim=victim, captured=captured, on_device=on_device)
+
+
+@HERE
+def test_a_post_that_never_comes_is_missed(ranks: Ranks) -> None:
+    ranks.run("bodies.stream_logic:silent")
 
 
 @HERE

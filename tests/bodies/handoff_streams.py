@@ -21,13 +21,16 @@ from cuda.bindings import driver as cu
 from bodies.stream_logic import PlayedStreams, _Function
 from tpspan import Handoff
 from tpspan.launch.world import World
+from tpspan.memory.host import HostDriver
 from tpspan.parallel import handoff_mapped, handoff_parts
 from tpspan.parallel.headers import NUM_HEADERS
 from tpspan.parallel.link import Link
 from tpspan.parallel.side import Side
 from tpspan.spans import Signals, signals, stream_ops, stream_watch
 from tpspan.spans.fence import StreamsInUse
-from tpspan.spans.stream_words import FREE, word
+from tpspan.spans.pages import Pages
+from tpspan.spans.signals import num_slots
+from tpspan.spans.stream_words import HostAccess, StreamWords
 
 _STREAM = 5
 _NUMEL = 1000
@@ -67,12 +70,14 @@ def played(world: World, timeout_s: float) -> Iterator[tuple[World, PlayedStream
     library = SimpleNamespace(cuStreamBatchMemOp_v2=_Function(streams.batch))
 
     def make_ops(pages: Any, exchange: Any, *more: Any) -> stream_ops.StreamOps:
-        ranks: Any = SimpleNamespace(
-            rank=exchange.rank, world_size=exchange.world_size, timeout_s=timeout_s
-        )
+        ranks: Any = SimpleNamespace(rank=exchange.rank, world_size=exchange.world_size)
+        ctypes.memset(pages.address_of(ranks.rank), 0, pages.page_nbytes)
+        marks = Pages(exchange, HostDriver())
+        words = StreamWords(pages, marks, HostAccess(), ranks)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ctypes, "CDLL", lambda name: library)
-            return stream_ops.StreamOps(pages, driver, ranks)
+            words.close = marks.close
+            return stream_ops.StreamOps(words, driver, timeout_s)
 
     inner = world.subset(range(world.world_size))
     inner.timeout_s = timeout_s
@@ -120,15 +125,14 @@ def consume(
 
 
 def left_behind(world: World) -> int:
-    """How many flags between these ranks are still set on this one."""
+    """How many posts between these ranks this one has not waited for."""
     ops = Signals.of(Link.of(world, tuple(range(world.world_size))).world)._ops
     assert isinstance(ops, stream_ops.StreamOps)
     words = ops._words
-    return sum(
-        word(words.flag(slot, words.rank, peer)).value != FREE
-        for slot in ops._watch.slots
-        for peer in words.peers
-    )
+    pairs = [(slot, peer) for slot in range(num_slots(world)) for peer in words.peers]
+    posted = words.read([words.posted(slot, words.rank, peer) for slot, peer in pairs])
+    waited = [ops._watch.waits.get(pair, 0) for pair in pairs]
+    return sum(posted) - sum(waited)
 
 
 def one_after_another(world: World, mode: str) -> None:

@@ -17,16 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cuda.bindings import driver as cu
 
 from tpspan.kernels.board import has_arrived
 from tpspan.launch.world import World
-from tpspan.spans import stream_ops, stream_watch
+from tpspan.memory.host import HostDriver
+from tpspan.spans import stream_ops, stream_watch, stream_words
 from tpspan.spans.board import Board
 from tpspan.spans.pages import Pages
 
 _NUM_WORDS = 6
 _POLL_S = 2e-4
+_OWN_STREAMS = 1000
 
 
 class PlayedStreams:
@@ -34,13 +37,14 @@ class PlayedStreams:
 
     def __init__(self) -> None:
         self.capturing = False
-        self._todo: dict[int, queue.Queue[Callable[[], None] | None]] = {}
+        self._todo: dict[int, queue.Queue[Callable[[], object] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._done: dict[int, bool] = {}
         self._marks: dict[int, int] = {}
         self._num_events = self._num_marks = 0
+        self._num_streams = _OWN_STREAMS
 
-    def put(self, stream: int, step: Callable[[], None]) -> None:
+    def put(self, stream: int, step: Callable[[], object]) -> None:
         if stream not in self._todo:
             todo = self._todo[stream] = queue.Queue()
             thread = threading.Thread(target=self._run, args=(todo,), daemon=True)
@@ -87,12 +91,34 @@ class PlayedStreams:
         return (0,)
 
     def query(self, event: int) -> tuple[Any]:
-        return (cu.CUresult(0 if self._done[event] else cu.CUresult.CUDA_ERROR_NOT_READY),)
+        return _code(self._done[event])
+
+    # What DeviceAccess asks of the driver; its streams have numbers of their own.
+    def new_stream(self, flags: int, priority: int) -> tuple[int, int]:
+        self._num_streams += 1
+        return 0, self._num_streams
+
+    def query_stream(self, stream: int) -> tuple[Any]:
+        todo = self._todo.get(stream)
+        return _code(todo is None or not todo.unfinished_tasks)
+
+    def read(self, target: int, source: int, nbytes: int, stream: int) -> tuple[int]:
+        self.put(stream, functools.partial(ctypes.memmove, target, source, nbytes))
+        return (0,)
+
+    def write(self, stream: int, place: int, value: int, flags: int) -> tuple[int]:
+        self.put(stream, functools.partial(_carry_out, stream_ops._WRITE, place, value, 0))
+        return (0,)
 
     @staticmethod
-    def _run(todo: queue.Queue[Callable[[], None] | None]) -> None:
+    def _run(todo: queue.Queue[Callable[[], object] | None]) -> None:
         while (step := todo.get()) is not None:
             step()
+            todo.task_done()
+
+
+def _code(is_done: bool) -> tuple[Any]:
+    return (cu.CUresult(0 if is_done else cu.CUresult.CUDA_ERROR_NOT_READY),)
 
 
 def _carry_out(kind: int, place: int, value: int, how: int) -> None:
@@ -105,36 +131,53 @@ def _carry_out(kind: int, place: int, value: int, how: int) -> None:
 
 
 @contextlib.contextmanager
-def played(world: World, timeout_s: float) -> Iterator[tuple[PlayedStreams, Any]]:
-    """The streams, and ``StreamOps`` of a world of the same ranks over them."""
+def played(
+    world: World, timeout_s: float, on_device: bool = False
+) -> Iterator[tuple[PlayedStreams, Any]]:
+    """The streams, and ``StreamOps`` of a world of the same ranks over them.
+
+    Args:
+        on_device: look at the words as if they lay in the memory of a GPU.
+    """
     inner = world.subset(range(world.world_size))
     inner.timeout_s = timeout_s
     streams = PlayedStreams()
     pages = Pages(Board.of(inner).exchange, inner.driver)
-    driver = SimpleNamespace(
+    marks = Pages(Board.of(inner).exchange, HostDriver())
+    ctypes.memset(pages.address_of(inner.rank), 0, pages.page_nbytes)
+    driver: Any = SimpleNamespace(
         device=SimpleNamespace(index=0),
         current=contextlib.nullcontext,
         is_capturing=lambda stream: streams.capturing,
     )
+    names = ("CUresult", "CUevent_flags", "CUstreamCaptureMode", "CUstream_flags")
     asked = SimpleNamespace(
-        **{
-            name: getattr(cu, name) for name in ("CUresult", "CUevent_flags", "CUstreamCaptureMode")
-        },
+        **{name: getattr(cu, name) for name in names},
         cuEventCreate=streams.new_event,
         cuEventRecord=streams.record,
         cuEventQuery=streams.query,
         cuEventDestroy=lambda event: (0,),
         cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
+        cuCtxGetStreamPriorityRange=lambda: (0, 0, -5),
+        cuStreamCreateWithPriority=streams.new_stream,
+        cuStreamQuery=streams.query_stream,
+        cuStreamDestroy=lambda stream: (0,),
+        cuMemcpyDtoHAsync=streams.read,
+        cuStreamWriteValue32=streams.write,
     )
     library = SimpleNamespace(cuStreamBatchMemOp_v2=_Function(streams.batch))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream_watch, "cu", asked)
         patch.setattr(stream_watch, "_LOOK_S", 0.02)
-        patch.setattr(ctypes, "CDLL", lambda name: library)
-        ops = stream_ops.StreamOps(pages, driver, inner)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_watch, "cu", asked)
-        patch.setattr(stream_watch, "_LOOK_S", 0.02)
+        patch.setattr(stream_words, "cu", asked)
+        access: stream_words.Access = stream_words.HostAccess()
+        with pytest.MonkeyPatch.context() as making:
+            making.setattr(ctypes, "CDLL", lambda name: library)
+            making.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+            if on_device:
+                access = stream_words.DeviceAccess(driver)
+            words = stream_words.StreamWords(pages, marks, access, inner)
+            ops = stream_ops.StreamOps(words, driver, timeout_s)
         world.control.barrier()
         try:
             yield streams, ops
@@ -143,6 +186,7 @@ def played(world: World, timeout_s: float) -> Iterator[tuple[PlayedStreams, Any]
             ops.close()
             streams.close()
             pages.close()
+            marks.close()
             inner.close()
 
 
@@ -205,9 +249,15 @@ def posts(world: World) -> None:
         world.control.barrier()
 
 
-def late(world: World, victim: int, captured: bool) -> None:
-    """Everybody names the rank that did not come, whoever's deadline passes first."""
-    with played(world, 0.6) as (streams, ops):
+def late(world: World, victim: int, captured: bool, on_device: bool) -> None:
+    """Everybody names the rank that did not come, whoever's deadline passes first.
+
+    Words on the device are seen although a stream that could look at them is held itself.
+    """
+    with played(world, 0.6, on_device) as (streams, ops):
+        release = threading.Event()
+        if on_device:
+            streams.put(_OWN_STREAMS + 1, release.wait)
         streams.capturing = captured
         for _ in range(2):
             ops.barrier(0, 5)
@@ -228,6 +278,24 @@ def late(world: World, victim: int, captured: bool) -> None:
             streams.synchronize(5)
             assert time.monotonic() - start < 5
             assert ops.missing() == (victim,), ops.missing()
+        release.set()
+
+
+def silent(world: World) -> None:
+    """A wait for a post that never comes ends, and names who owes it; others are not named."""
+    with played(world, 0.4, True) as (streams, ops):
+        before, after = ((world.rank + k) % world.world_size for k in (-1, 1))
+        ops.post(3, after, 9)
+        ops.wait(3, before, 9)
+        streams.synchronize(9)
+        world.control.barrier()
+        if world.rank == 1:
+            ops.wait(3, before, 9)
+            ops.wait(3, before, 9)
+            streams.synchronize(9)
+            assert ops.missing() == (before,)
+        world.control.barrier()
+        assert ops.missing() == (0,)  # all were told
 
 
 def busy(world: World) -> None:

@@ -84,7 +84,11 @@ class Buffers:
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy bytes by copy engine."""
-        if nbytes:
+        if not nbytes:
+            return
+        if self.on_host and not self._is_staged(target):
+            self._driver.copy_up(target, source, nbytes, stream)
+        else:
             self._driver.copy(target, source, nbytes, stream)
 
     def meet(self, stream: int) -> None:
@@ -120,9 +124,9 @@ class Buffers:
 
     def view(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """A tensor over staged bytes; None if the address is not here. To be dropped soon."""
-        offset = address - self._range.address
-        if not 0 <= offset < self._range.nbytes:
+        if not self._is_staged(address):
             return None
+        offset = address - self._range.address
         return self._range.tensor((numel,), dtype, offset, keep=self)
 
     def close(self) -> None:
@@ -134,6 +138,9 @@ class Buffers:
                 self._memory.close(force=True)
             else:
                 self._memory.close()
+
+    def _is_staged(self, address: int) -> bool:
+        return 0 <= address - self._range.address < self._range.nbytes
 
     def _allocate(self, nbytes: int) -> None:
         world = self._world

@@ -15,6 +15,7 @@ from tpspan.errors import DriverError, OutOfMemoryError
 from tpspan.memory.advice import OUT_OF_MEMORY, advise
 from tpspan.memory.driver import PAGE_NBYTES, Right
 
+_IN_LAUNCH_NBYTES = 1024
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _IMPLICIT = cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 _FLAGS = {
@@ -262,6 +263,23 @@ class CudaDriver:
                 source=source,
                 nbytes=nbytes,
             )
+
+    def copy_up(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        # The driver puts up to 1024 bytes into the launch itself, and the GPU's processors write
+        # them: where processes share the GPU that waits for a time slice, 150 µs. With several rows
+        # it does not, and any number of bytes may be taken for rows.
+        num_rows = next((n for n in range(2, nbytes + 1) if nbytes % n == 0), 1)
+        if nbytes > _IN_LAUNCH_NBYTES or num_rows == 1:
+            self.copy(target, source, nbytes, stream)
+            return
+        rows = cu.CUDA_MEMCPY2D()
+        rows.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST
+        rows.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        rows.srcHost, rows.dstDevice, rows.Height = source, target, num_rows
+        rows.srcPitch = rows.dstPitch = rows.WidthInBytes = nbytes // num_rows
+        with self.current():
+            copied = cu.cuMemcpy2DAsync(rows, stream)
+        check("cuMemcpy2DAsync", copied, target=target, source=source, nbytes=nbytes)
 
     def memory_info(self) -> tuple[int, int]:
         with self.current():

@@ -84,6 +84,9 @@ class Driver(Protocol):
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
         """Copy between addresses: in order of ``stream`` on CUDA, done on return on the host."""
 
+    def copy_up(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy from host memory to the device without its processors, however few bytes."""
+
     def memory_info(self) -> tuple[int, int]:
         """Return the free and the total bytes where blocks are created."""
 

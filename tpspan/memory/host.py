@@ -198,6 +198,9 @@ class HostDriver:
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
         ctypes.memmove(target, source, nbytes)
 
+    def copy_up(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self.copy(target, source, nbytes)
+
     def memory_info(self) -> tuple[int, int]:
         with open("/proc/meminfo") as lines:
             kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}

@@ -13,6 +13,7 @@ rank.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections import deque
@@ -27,7 +28,9 @@ from tpspan.spans.stream_gate import StreamGate, beside_captures
 
 _NAP_S = 20e-6
 _LONGEST_NAP_S = 500e-6
-_PATIENCE = 10  # a nap is at most this part of what was waited already
+_PATIENCE = 20  # a nap is at most this part of what was waited already
+_SLACK_NS = 1000
+_SET_TIMER_SLACK = 29  # prctl(2): by so much the system may prolong a nap, 50 µs if not told
 
 
 class After(Protocol):
@@ -69,6 +72,7 @@ class Lane:
         self._lock = threading.Lock()
         self._error: Exception | None = None
         self._count = 0
+        self._moved_s = 0.0
         self.num_done = 0
 
     @property
@@ -78,10 +82,9 @@ class Lane:
 
     @property
     def waited_s(self) -> float:
-        """How long the first job has been waiting; 0 without one."""
-        jobs = self._jobs
+        """How long the first job has been the first; 0 without one."""
         try:
-            return time.monotonic() - jobs[0].since_s
+            return self._waited_s(self._jobs[0])
         except IndexError:
             return 0.0
 
@@ -136,6 +139,7 @@ class Lane:
             if self._gate is not None:
                 self._gate.open(job.count)
             self._jobs.popleft()
+            self._moved_s = time.monotonic()
             return True
 
     def check(self) -> None:
@@ -159,12 +163,16 @@ class Lane:
             if not self.advance():
                 time.sleep(_NAP_S)
 
+    def _waited_s(self, job: _Job) -> float:
+        """A job that was submitted long before its turn has not waited since then for its fence."""
+        return time.monotonic() - max(job.since_s, self._moved_s)
+
     def _may(self, job: _Job) -> bool:
         if self._error is not None:
             return True
         if not self._is_captured() and job.after.is_done():
             return True
-        if time.monotonic() - job.since_s > self._timeout_s:
+        if self._waited_s(job) > self._timeout_s:
             raise PeerError(
                 [self._rank],
                 f"work that uses an address, or its capture, has not ended within "
@@ -238,6 +246,7 @@ class Remapper:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, ctypes.c_ulong(_SLACK_NS))
         with contextlib.ExitStack() as stack:
             stack.enter_context(beside_captures(self._driver))
             while True:

@@ -2,19 +2,18 @@
 
 Source: CUDA driver API reference, "Stream Memory Operations" (``cuStreamBatchMemOp``).
 
-A barrier outside a graph counts, and spreads by dissemination (Hensgen, Finkel, Manber, "Two
-algorithms for barrier synchronization", 1988): in round k each rank writes the barrier's number to
-the rank 2**k further on and waits for that of the rank 2**k before. Each write costs the stream
-some 3 µs, so that few of them are better than one to every peer. A rank whose deadline lets its
-stream go on lets others go on as well, and they are told.
+A barrier outside a graph counts: each rank writes the barrier's number into a word of its own, and
+waits until the words of all others say as much. A write costs a stream more than a wait for what is
+there already, and going on to the stream of the next rank more than either: this way each stream is
+gone to once. Posts are counted likewise. A rank whose deadline lets its stream go on lets others go
+on as well, and they are told.
 
-In a graph the values are frozen, and it may be replayed any number of times; there, and for posts,
-a flag is 0 or 1. The sender waits until the receiver's flag is 0, then sets it; the receiver waits
-until it is 1, then clears it. Both are in step, whatever was replayed or launched in between. A
-barrier is captured on all ranks or on none.
+In a graph the values are frozen, and it may be replayed any number of times; there a barrier uses
+flags, which are 0 or 1. The sender waits until the receiver's flag is 0, then sets it; the receiver
+waits until it is 1, then clears it. Both are in step, whatever was replayed or launched in between.
+A barrier is captured on all ranks or on none; a post is not captured.
 
-A wait of this kind has no deadline of its own. The words lie in host memory, which streams reach as
-fast here, so that a thread can watch every stream: see ``stream_watch``.
+A wait of this kind has no deadline of its own: a thread watches every stream (``stream_watch``).
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ import torch
 from cuda.bindings import driver as cu
 
 from tpspan.kernels.board import COUNT_MASK
-from tpspan.launch.world import World
+from tpspan.memory.closing import close_each
 from tpspan.memory.cuda import CudaDriver, check
-from tpspan.spans.pages import Pages
 from tpspan.spans.stream_watch import StreamWatch
 from tpspan.spans.stream_words import FREE, SET, StreamWords
 
@@ -45,15 +43,16 @@ class StreamOps:
     """``SignalOps`` by stream memory operations, with a watch for deadlines.
 
     Args:
-        pages: hold the words, in host memory that the GPU maps.
+        words: what streams write and wait for; closed with this.
         driver: of the GPU.
-        world: the ranks, and how long a stream may wait for them.
+        timeout_s: how long a stream may wait.
     """
 
-    def __init__(self, pages: Pages, driver: CudaDriver, world: World) -> None:
+    def __init__(self, words: StreamWords, driver: CudaDriver, timeout_s: float) -> None:
         self._driver = driver
-        self._words = StreamWords(pages, world)
-        self._watch = StreamWatch(self._words, driver, world.timeout_s)
+        self._words = words
+        self._watch = StreamWatch(words, driver, timeout_s)
+        self._num_posts: dict[tuple[int, int], int] = {}
         self._index = driver.device.index
         # The binding converts every operation at every call; here they are kept as the driver
         # wants them.
@@ -87,15 +86,26 @@ class StreamOps:
     def post(self, slot: int, peer: int, stream: int) -> None:
         batch = self._batches.get((slot, peer, "post"))
         if batch is None:
-            batch = self._keep((slot, peer, "post"), self._posting(slot, peer))
-        self._submit_noted(stream, batch)
+            place = self._words.posted(slot, peer, self._words.rank)
+            batch = self._keep((slot, peer, "post"), [(_WRITE, place, 0, 0)])
+        with self._watch.lock:
+            count = (self._num_posts.get((slot, peer), 0) + 1) & COUNT_MASK
+            batch.set_values(count)
+            self._submit(stream, batch)
+            self._num_posts[slot, peer] = count
 
     def wait(self, slot: int, peer: int, stream: int) -> None:
         batch = self._batches.get((slot, peer, "wait"))
         if batch is None:
-            batch = self._keep((slot, peer, "wait"), self._taking(slot, peer))
-            self._watch.waits.add((slot, peer))
-        self._submit_noted(stream, batch)
+            place = self._words.posted(slot, self._words.rank, peer)
+            batch = self._keep((slot, peer, "wait"), [(_WAIT, place, 0, _AT_LEAST)])
+        waits = self._watch.waits
+        with self._watch.lock:
+            count = (waits.get((slot, peer), 0) + 1) & COUNT_MASK
+            batch.set_values(count)
+            self._submit(stream, batch)
+            waits[slot, peer] = count
+            self._watch.note(stream)
 
     def missing(self) -> tuple[int, ...]:
         return () if self._words.is_well() else tuple(sorted(self._words.told()[0]))
@@ -106,41 +116,28 @@ class StreamOps:
         Raises:
             PeerError: a stream is held by something else.
         """
-        self._watch.close()
+        close_each([self._watch.close, self._words.close])
 
     def _barrier(self, slot: int) -> list[_Operation]:
-        words, rank = self._words, self._words.rank
-        operations = []
-        for distance in words.distances:
-            operations.append((_WRITE, words.counter(slot, rank + distance, rank), 0, 0))
-            operations.append((_WAIT, words.counter(slot, rank, rank - distance), 0, _AT_LEAST))
-        return operations
+        words = self._words
+        coming = (_WRITE, words.arrived(slot, words.rank), 0, 0)
+        return [coming] + [(_WAIT, words.arrived(slot, p), 0, _AT_LEAST) for p in words.peers]
 
     def _captured_barrier(self, slot: int) -> list[_Operation]:
-        posting = [op for peer in self._words.peers for op in self._posting(slot, peer)]
-        taking = [self._taking(slot, peer) for peer in self._words.peers]
+        flag, rank, peers = self._words.flag, self._words.rank, self._words.peers
+        setting = [
+            operation
+            for place in (flag(slot, peer, rank) for peer in peers)
+            for operation in ((_WAIT, place, FREE, _EQUAL), (_WRITE, place, SET, 0))
+        ]
         # No flag is cleared before all are set: a flag that is not shows who is missing.
-        return posting + [wait for wait, _ in taking] + [clear for _, clear in taking]
-
-    def _posting(self, slot: int, peer: int) -> list[_Operation]:
-        flag = self._words.flag(slot, peer, self._words.rank)
-        return [(_WAIT, flag, FREE, _EQUAL), (_WRITE, flag, SET, 0)]
-
-    def _taking(self, slot: int, peer: int) -> list[_Operation]:
-        flag = self._words.flag(slot, self._words.rank, peer)
-        return [(_WAIT, flag, SET, _EQUAL), (_WRITE, flag, FREE, 0)]
+        own = [flag(slot, rank, peer) for peer in peers]
+        waiting = [(_WAIT, place, SET, _EQUAL) for place in own]
+        return setting + waiting + [(_WRITE, place, FREE, 0) for place in own]
 
     def _keep(self, key: tuple[int, int, str], operations: list[_Operation]) -> _Batch:
         batch = self._batches[key] = _Batch(operations)
-        self._watch.slots.add(key[0])
         return batch
-
-    def _submit_noted(self, stream: int, batch: _Batch) -> None:
-        is_captured = self._driver.is_capturing(stream)
-        with self._watch.lock:
-            self._submit(stream, batch)
-            if not is_captured:
-                self._watch.note(stream)
 
     def _submit(self, stream: int, batch: _Batch) -> None:
         # The default stream is that of whatever context is current; other streams have one.

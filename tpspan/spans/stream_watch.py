@@ -8,6 +8,7 @@ moved say nothing true any more, and let the streams of others through that have
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -16,13 +17,15 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from tpspan.errors import PeerError
-from tpspan.kernels.board import COUNT_MASK
+from tpspan.kernels.board import has_arrived
 from tpspan.memory.cuda import CudaDriver, check
-from tpspan.spans.stream_words import FREE, SET, StreamWords, word
+from tpspan.spans.stream_words import FREE, SET, StreamWords
 
 _LOOK_S = 0.1
 _MARK_S = 0.5
 _PATIENCE_S = 10.0
+
+_Goal = tuple[int, int, int]  # a peer, the address of a word of its, and what it has to come to
 
 
 class StreamWatch:
@@ -37,16 +40,14 @@ class StreamWatch:
         lock: held while something is put on a stream and noted here.
         epochs: by slot, the number of the last barrier that was put on a stream.
         captured: the slots with barriers in graphs.
-        waits: (slot, peer) of every wait for a post.
-        slots: all slots in use.
+        waits: by (slot, peer), how many posts were waited for.
     """
 
     def __init__(self, words: StreamWords, driver: CudaDriver, timeout_s: float) -> None:
         self.lock = threading.Lock()
         self.epochs: dict[int, int] = {}
         self.captured: set[int] = set()
-        self.waits: set[tuple[int, int]] = set()
-        self.slots: set[int] = set()
+        self.waits: dict[tuple[int, int], int] = {}
         self._words, self._driver, self._timeout_s = words, driver, timeout_s
         self._queues: dict[int, _Queue] = {}
         self._stop = threading.Event()
@@ -99,7 +100,8 @@ class StreamWatch:
                     queues = tuple(self._queues.values())
                     late = [queue for queue in queues if queue.stuck_s() > self._timeout_s]
                 for queue in late:
-                    self._release(queue)
+                    with contextlib.suppress(TimeoutError):  # the next look tries again
+                        self._release(queue)
 
     def _release(self, queue: _Queue) -> None:
         """Move the words until the stream goes on; note who was missing.
@@ -107,24 +109,29 @@ class StreamWatch:
         A stream that is merely busy with something else has no word of ours waiting: it is left
         alone.
         """
+        words = self._words
         with self.lock:
-            epochs, slots = dict(self.epochs), sorted(self.slots)
-            captured, waits = set(self.captured), set(self.waits)
-        missing = self._behind(epochs) or self._absent(slots, captured, waits)
+            epochs, captured, waits = dict(self.epochs), set(self.captured), dict(self.waits)
+        missing = self._behind(epochs) | self._silent(waits) or self._absent(captured)
         missing = self._corrected(missing)
         if not missing:
             return
-        rank = self._words.rank
-        self._words.tell(missing)
+        words.tell(missing)
+        # Whatever waits behind goes on, too. No word goes back: others may wait for it.
+        goals = self._barriers(epochs) + self._posts(waits)
+        found = words.read([address for _, address, _ in goals])
+        moves = [
+            (address, value)
+            for (_, address, value), now in zip(goals, found, strict=True)
+            if not has_arrived(now, value)
+        ]
+        for slot in captured:
+            for peer in words.peers:
+                moves.append((words.flag(slot, words.rank, peer), SET))
+                moves.append((words.flag(slot, peer, words.rank), FREE))
         end = time.monotonic() + _PATIENCE_S
         while not _is_done(queue.last) and time.monotonic() < end:
-            for slot, epoch in epochs.items():
-                for distance in self._words.distances:
-                    word(self._words.counter(slot, rank, rank - distance)).value = epoch
-            for slot in slots:
-                for peer in self._words.peers:
-                    word(self._words.flag(slot, rank, peer)).value = SET
-                    word(self._words.flag(slot, peer, rank)).value = FREE
+            words.write(moves)
             time.sleep(0.001)
 
     def _corrected(self, missing: set[int]) -> set[int]:
@@ -133,28 +140,41 @@ class StreamWatch:
         return ((missing - said) | missed) - {self._words.rank} or missing
 
     def _behind(self, epochs: dict[int, int]) -> set[int]:
-        """Who has not come to a barrier to which this rank's stream has."""
-        missing = set()
-        for slot in epochs:
-            here = self._words.arrived(slot, self._words.rank)
-            for peer in self._words.peers:
-                # A peer may be ahead, which a cyclic difference shows as a very large number.
-                if 0 < (here - self._words.arrived(slot, peer)) & COUNT_MASK <= COUNT_MASK // 2:
-                    missing.add(peer)
-        return missing
+        """Who has not come to a barrier to which this rank's stream has; it may be queued only."""
+        own = [self._words.arrived(slot, self._words.rank) for slot in epochs]
+        here = dict(zip(epochs, self._words.read(own), strict=True))
+        return self._short_of(self._barriers(here))
 
-    def _absent(
-        self, slots: list[int], captured: set[int], waits: set[tuple[int, int]]
-    ) -> set[int]:
-        """Who has not moved a flag that is waited for."""
+    def _silent(self, waits: dict[tuple[int, int], int]) -> set[int]:
+        """Who has not posted as often as is waited for."""
+        return self._short_of(self._posts(waits))
+
+    def _barriers(self, epochs: dict[int, int]) -> list[_Goal]:
+        arrived, peers = self._words.arrived, self._words.peers
+        return [(peer, arrived(slot, peer), epochs[slot]) for slot in epochs for peer in peers]
+
+    def _posts(self, waits: dict[tuple[int, int], int]) -> list[_Goal]:
+        posted, rank = self._words.posted, self._words.rank
+        return [(peer, posted(slot, rank, peer), num) for (slot, peer), num in waits.items()]
+
+    def _short_of(self, goals: list[_Goal]) -> set[int]:
+        found = self._words.read([address for _, address, _ in goals])
+        return {
+            peer
+            for (peer, _, value), now in zip(goals, found, strict=True)
+            if not has_arrived(now, value)
+        }
+
+    def _absent(self, captured: set[int]) -> set[int]:
+        """Who has not moved a flag that a barrier in a graph waits for."""
         rank, flag = self._words.rank, self._words.flag
-        pairs = [(slot, peer) for slot in slots for peer in self._words.peers]
-        unset = {(slot, peer) for slot, peer in pairs if word(flag(slot, rank, peer)).value == FREE}
-        posted = {(slot, peer) for slot, peer in pairs if word(flag(slot, peer, rank)).value == SET}
+        pairs = [(slot, peer) for slot in captured for peer in self._words.peers]
+        theirs = self._words.read([flag(slot, rank, peer) for slot, peer in pairs])
+        own = self._words.read([flag(slot, peer, rank) for slot, peer in pairs])
+        unset = {pair for pair, value in zip(pairs, theirs, strict=True) if value == FREE}
+        posted = {pair for pair, value in zip(pairs, own, strict=True) if value == SET}
         # A barrier in a graph that holds the stream is one to which this rank has posted.
-        missing = {peer for slot, peer in unset & posted if slot in captured}
-        missing = missing or {peer for slot, peer in unset if (slot, peer) in waits}
-        return missing or {peer for _, peer in posted}
+        return {peer for _, peer in unset & posted} or {peer for _, peer in posted}
 
 
 class _Queue:
