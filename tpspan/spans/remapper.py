@@ -29,6 +29,7 @@ from tpspan.spans.stream_gate import StreamGate, beside_captures
 _NAP_S = 20e-6
 _LONGEST_NAP_S = 500e-6
 _PATIENCE = 20  # a nap is at most this part of what was waited already
+_NUM_KEPT = 100
 _SLACK_NS = 1000
 _SET_TIMER_SLACK = 29  # prctl(2): by so much the system may prolong a nap, 50 µs if not told
 
@@ -53,6 +54,7 @@ class Lane:
 
     Attributes:
         num_done: remaps so far.
+        last_s: how long each of the last of them took the helper, from the fence on.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Lane:
         self._count = 0
         self._moved_s = 0.0
         self.num_done = 0
+        self.last_s: deque[float] = deque(maxlen=_NUM_KEPT)
 
     @property
     def is_idle(self) -> bool:
@@ -130,7 +133,9 @@ class Lane:
                 if not self._may(job):
                     return False
                 if self._error is None:  # behind a failure nothing is what it should be
+                    began_s = time.perf_counter()
                     job.change()
+                    self.last_s.append(time.perf_counter() - began_s)
                     self.num_done += 1
             except Exception as error:
                 self._error = error.with_traceback(None)

@@ -24,6 +24,7 @@ Role = Literal["ours", "in place", "variant", "peer", "barrier", "floor"]
 # bf16 holds all integers up to this: what is added up stays exact in every order.
 _EXACT = 256
 _CHUNK = 4 << 20
+_SETTLE_S, _MOST_BEFORE = 0.03, 64
 _SAMPLE_S = 2e-3
 _MOST_CALLS = 50
 # Beyond this a second check in bf16 says nothing new, and takes long.
@@ -266,7 +267,12 @@ def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float, float]]:
         return bench.agree(time.perf_counter() - start) / num_calls
 
     num_warm = int(min(_WARM_CALLS, max(1, _WARM_S / seconds_each(1))))
-    num_calls = int(min(_MOST_CALLS, max(1, _SAMPLE_S / seconds_each(num_warm))))
+    call_s = seconds_each(num_warm)
+    fewest = 1 if call_s > _SETTLE_S / 4 else 4
+    num_calls = int(min(_MOST_CALLS, max(fewest, _SAMPLE_S / call_s)))
+    # Before what is timed: takes up what the ranks started apart, and brings the GPU to the clock
+    # that it keeps under this load, whoever idled or worked before.
+    num_before = int(max(num_calls // 4 + 1, min(_MOST_BEFORE, _SETTLE_S / call_s)))
 
     def on_host() -> tuple[float, float, float]:
         start = time.perf_counter()
@@ -278,7 +284,7 @@ def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float, float]]:
     def on_stream() -> tuple[float, float, float]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[attr-defined]
-        for _ in range(num_calls // 4 + 1):  # takes up what the ranks started apart
+        for _ in range(num_before):
             body()
         begin.record()
         start = time.perf_counter()
