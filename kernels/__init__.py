@@ -29,7 +29,7 @@ from tpspan.kernels.board import LINE_NBYTES, counter_address, has_arrived, num_
 from tpspan.kernels.chunks import CopyTable
 from tpspan.kernels.compile import compile_ptx, kernel, kernel_names, prepare
 from tpspan.kernels.host_copy import host_gather_copy, host_rotated_copy
-from tpspan.kernels.host_signals import host_barrier, host_post, host_wait
+from tpspan.kernels.host_signals import host_barrier, host_has_arrived, host_post, host_wait
 from tpspan.kernels.stream_copy import gather_copy, rotated_copy
 from tpspan.kernels.stream_signals import barrier, post, wait
 
@@ -43,6 +43,7 @@ __all__ = [
     "has_arrived",
     "host_barrier",
     "host_gather_copy",
+    "host_has_arrived",
     "host_post",
     "host_rotated_copy",
     "host_wait",

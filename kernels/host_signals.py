@@ -143,6 +143,11 @@ def host_post(counter_address: int, sent_address: int) -> None:
     _post(counter_address, sent_address)
 
 
+def host_has_arrived(counter_address: int, count: int) -> bool:
+    """Whether a counter of this rank has come to a count; what was written before is then seen."""
+    return bool(_has_arrived(counter_address, count))
+
+
 def host_wait(
     counter_address: int,
     expected_address: int,

@@ -35,7 +35,7 @@ def test_training_in_more_stages(ranks: Ranks, name: str) -> None:
 @pytest.mark.ranks(2, launchers=("torchrun",))
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
 def test_with_a_block_for_every_microbatch(ranks: Ranks, name: str) -> None:
-    more = {"num_steps": 3, "fitted": False}
+    more = {"num_steps": 3, "fitted": False, "direct": None}
     ranks.run("bodies.pipeline:trained_alike", name=name, leaks=False, **more)
 
 

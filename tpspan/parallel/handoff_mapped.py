@@ -12,7 +12,7 @@ from tpspan.launch.world import World
 from tpspan.parallel.handoff_parts import Shape, make_parts
 from tpspan.parallel.headers import NUM_HEADERS, Headers
 from tpspan.parallel.link import Link
-from tpspan.parallel.packing import Placed, Spec
+from tpspan.parallel.packing import Packed, Placed, Spec
 from tpspan.parallel.side import Side, SidePlace
 from tpspan.parallel.slot import Slot
 from tpspan.spans.remapper import Remapper
@@ -83,15 +83,19 @@ class MappedTransport:
             if side.lane is not None:
                 side.lane.check()
             if not is_producer or not self._is_put_back(turn, side):
-                if not side.turns.has_come(turn):
-                    side.num_waits += 1
-                try:
-                    if is_producer and turn >= NUM_HEADERS:
-                        side.turns.wait_until_freed(turn - NUM_HEADERS, timeout_s)
-                    side.turns.wait(turn, stream, timeout_s)
-                except PeerError as error:
-                    raise self._link.named(error) from None
-            side.hold(stream, turn)
+                turns = side.turns
+                has_come = turns.has_come(turn)
+                side.num_waits += not has_come
+                if not has_come or turns.are_of_streams:
+                    try:
+                        # A host that waits itself is never ahead by more turns than blocks.
+                        if is_producer and turns.are_of_streams and turn >= NUM_HEADERS:
+                            turns.wait_until_freed(turn - NUM_HEADERS, timeout_s)
+                        turns.wait(turn, stream, timeout_s)
+                    except PeerError as error:
+                        raise self._link.named(error) from None
+            if side.lane is not None:
+                side.hold(stream, turn)
             if is_producer:
                 self._put_back = None
             return side.ring.take()
@@ -104,6 +108,10 @@ class MappedTransport:
     def view(self, slot: Slot, placed: Placed) -> torch.Tensor:
         """A tensor in a slot's block."""
         return self._side(slot.is_producer).view(slot.turn, placed)
+
+    def views(self, slot: Slot, packed: Packed) -> list[torch.Tensor]:
+        """All tensors that were placed beforehand."""
+        return self._side(slot.is_producer).views(slot.turn, packed)
 
     def fixed_view(self, is_producer: bool, placed: Placed) -> torch.Tensor:
         """A tensor over the address of a side, whichever block is behind it."""
@@ -218,6 +226,8 @@ class MappedTransport:
 
     def _stream(self, side: Side) -> int:
         """The current stream, which must not be one that is being captured."""
+        if not side.turns.are_of_streams:
+            return 0
         stream = side.streams.use()
         if side.place.driver.is_capturing(stream):
             raise CaptureError(

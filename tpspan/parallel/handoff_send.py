@@ -15,7 +15,16 @@ from tpspan.launch.votes import together
 from tpspan.launch.world import World
 from tpspan.parallel.handoff_parts import Shape
 from tpspan.parallel.link import Link
-from tpspan.parallel.packing import HEADER_WORDS, Packing, Placed, Spec, decode, encode, strides_of
+from tpspan.parallel.packing import (
+    HEADER_WORDS,
+    Packed,
+    Packing,
+    Placed,
+    Spec,
+    decode,
+    encode,
+    strides_of,
+)
 from tpspan.parallel.ring import Ring
 from tpspan.parallel.slot import Slot
 
@@ -105,6 +114,10 @@ class SendTransport:
         base = self._blocks[self._ring.block_of(slot.turn)].view(dtype)
         strides = strides_of(placed.shape)
         return base.as_strided(placed.shape, strides, placed.offset_bytes // dtype.itemsize).data
+
+    def views(self, slot: Slot, packed: Packed) -> list[torch.Tensor]:
+        """All tensors that were placed beforehand."""
+        return [self.view(slot, placed) for placed in packed.places]
 
     def fixed_view(self, is_producer: bool, placed: Placed) -> torch.Tensor:
         """No address stays in this mode."""

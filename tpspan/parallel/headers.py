@@ -30,10 +30,10 @@ class Headers:
 
     def __init__(self, pages: Pages, producer: int) -> None:
         self._base = pages.address_of(producer) + _OFFSET
-        self._written: dict[int, list[Spec]] = {}
+        self._written: dict[int, tuple[Spec, ...]] = {}
         self._read: dict[int, tuple[bytes, tuple[Spec, ...]]] = {}
 
-    def write(self, turn: int, specs: list[Spec]) -> None:
+    def write(self, turn: int, specs: tuple[Spec, ...]) -> None:
         """Say what a turn's block holds; before it is given."""
         index = turn % NUM_HEADERS
         if self._written.get(index) == specs:
@@ -41,7 +41,7 @@ class Headers:
         words = encode(specs)
         raw = b"".join(word.to_bytes(_WORD, "little") for word in words)
         ctypes.memmove(self._base + index * _NBYTES, raw, len(raw))
-        self._written[index] = list(specs)
+        self._written[index] = specs
 
     def read(self, turn: int) -> tuple[Spec, ...]:
         """What a turn's block holds; after it was given, and before it is released."""

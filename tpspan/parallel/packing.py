@@ -7,7 +7,7 @@ tensor a word with its dtype and its number of dims, and a word for each size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -42,6 +42,21 @@ class Placed:
     nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """All tensors of a slot, placed once for many slots.
+
+    Attributes:
+        places: of each, in order.
+        specs: shape and dtype of each.
+        end_bytes: where the last one ends.
+    """
+
+    places: tuple[Placed, ...] = ()
+    specs: tuple[Spec, ...] = ()
+    end_bytes: int = 0
 
 
 class Packing:
@@ -85,6 +100,17 @@ class Packing:
         self.end_bytes = offset + nbytes
         self.specs.append((sizes, dtype))
         return Placed(offset, nbytes, sizes, dtype)
+
+
+def pack(nbytes: int, specs: Iterable[tuple[Sequence[int], torch.dtype]]) -> Packed:
+    """Place these tensors in blocks of a size.
+
+    Raises:
+        As ``Packing.place``.
+    """
+    packing = Packing(nbytes)
+    places = tuple(packing.place(shape, dtype) for shape, dtype in specs)
+    return Packed(places, tuple(packing.specs), packing.end_bytes)
 
 
 def encode(specs: Sequence[Spec]) -> list[int]:

@@ -28,6 +28,10 @@ from tpspan.parallel.pipeline_order import Depths, ring_depths
 from tpspan.parallel.pipeline_output import DirectOutput, as_tuple
 
 
+# Letting an operation write elsewhere costs 0.1 ms, in which a core copies about so much.
+_LEAST_DIRECT_NBYTES = 1 << 20
+
+
 class SpanPipelineStage(PipelineStage):
     """A stage of a pipeline, for the schedules of ``torch.distributed.pipelining``.
 
@@ -47,7 +51,8 @@ class SpanPipelineStage(PipelineStage):
         submodule, stage_index, num_stages, device, input_args, output_args, group: as for torch's
             stage; ``group`` may be a mesh of one dimension, too.
         direct: let the module's last operation write into the next stage's memory. Otherwise, and
-            where that cannot be done, the output is copied there.
+            where that cannot be done, the output is copied there. None: where that is quicker,
+            which is always on CUDA, and on the host for outputs from 1 MiB on.
         timeout_s: the deadline of every wait for another stage; None for the world's.
         world: the world of the group's ranks, in their order; None to find or make it.
         more: what else torch's stage takes, by keyword.
@@ -63,7 +68,7 @@ class SpanPipelineStage(PipelineStage):
         output_args: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
         *,
         group: Any = None,
-        direct: bool = True,
+        direct: bool | None = None,
         timeout_s: float | None = None,
         world: World | None = None,
         **more: Any,
@@ -73,13 +78,19 @@ class SpanPipelineStage(PipelineStage):
         super().__init__(
             submodule, stage_index, num_stages, device, input_args, output_args, group=group, **more
         )
-        self._direct = DirectOutput(submodule) if direct else None
+        self._direct = direct
+        self._direct_output: DirectOutput | None = None  # once a step is prepared
         self._timeout_s = timeout_s
         self._world = world
         self._depths: Sequence[Depths] | None = None
         self._before: Boundary | None = None
         self._after: Boundary | None = None
         self._together: Together | None = None
+        self._gathering: Gathering | None = None
+        # Which of the outputs and inputs have gradients; known once a step is prepared, too.
+        self._output_gradients: tuple[bool, ...] = ()
+        self._input_gradients: tuple[bool, ...] = ()
+        self._nothing = torch.empty(0, device=device)
         self._microbatch = -1
 
     def set_depths(self, depths: Sequence[Depths]) -> None:
@@ -154,11 +165,13 @@ class SpanPipelineStage(PipelineStage):
             PeerError: a neighbour did not come before the deadline.
         """
         self._microbatch = fwd_chunk_id
-        if self._together is not None and self._world is not None:
-            self._world.resource("pipeline stages", Gathering).done()
-            self._together.open()
-        if self._before is not None:
-            tensors = self.receive(self._before, fwd_chunk_id)
+        together, before = self._together, self._before
+        if together is not None and not together.is_open:
+            if self._gathering is not None:
+                self._gathering.done()
+            together.open()
+        if before is not None:
+            tensors = self.receive(before, fwd_chunk_id)
             if torch_stages.wants_gradient(self):
                 tensors = [each.requires_grad_(each.is_floating_point()) for each in tensors]
             torch_stages.put(self.args_recv_info[fwd_chunk_id], tensors)
@@ -169,10 +182,10 @@ class SpanPipelineStage(PipelineStage):
             if isinstance(error.__cause__, TpspanError):  # torch wraps what happens in a module
                 raise error.__cause__ from error
             raise
-        if self._before is not None:
-            torch_stages.forget(self.args_recv_info[fwd_chunk_id], self.device)
+        if before is not None:
+            torch_stages.forget(self.args_recv_info[fwd_chunk_id], self._nothing)
             if not self.has_backward:
-                self._before.receiver.release(fwd_chunk_id)
+                before.receiver.release(fwd_chunk_id)
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,12 +194,16 @@ class SpanPipelineStage(PipelineStage):
             output = self.run_module(*args, **kwargs)
             return self._kept(output)
         sender = self._after.sender
-        if self._direct is None:
+        left: Sequence[int]
+        direct = self._direct_output
+        if direct is None:
             output = self.run_module(*args, **kwargs)
-            left = list(range(len(as_tuple(output))))
+            values = as_tuple(output)
+            left = range(len(values))
         else:
-            output, left = self._direct.call(lambda: self.run_module(*args, **kwargs), sender.place)
-        self.hand_over(self._after, as_tuple(output), left)
+            output, left = direct.call(lambda: self.run_module(*args, **kwargs), sender.place)
+            values = as_tuple(output)
+        self.hand_over(self._after, values, left)
         return output
 
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,20 +233,19 @@ class SpanPipelineStage(PipelineStage):
         if not self.has_backward:
             return
         if self._after is not None:
-            wanted = torch_stages.output_gradients_of(self)
             taken = iter(self.receive(self._after, bwd_chunk_id))
-            gradients = [None if each is None else next(taken) for each in wanted]
+            gradients = [next(taken) if has_one else None for has_one in self._output_gradients]
             torch_stages.put(self.grad_recv_info[bwd_chunk_id], gradients)
             del gradients, taken
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if self._after is not None:
-            torch_stages.forget(self.grad_recv_info[bwd_chunk_id], self.device)
+            torch_stages.forget(self.grad_recv_info[bwd_chunk_id], self._nothing)
         if full_backward:
             self._release(bwd_chunk_id)
         if self._before is not None:
             found = self.bwd_cache.pop(bwd_chunk_id)
-            wanted = torch_stages.input_gradients_of(self)
-            values = [value for value, each in zip(found, wanted, strict=False) if each is not None]
+            having = self._input_gradients
+            values = [value for value, has_one in zip(found, having, strict=False) if has_one]
             self.hand_over(self._before, values, range(len(values)))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -278,7 +294,7 @@ class SpanPipelineStage(PipelineStage):
         self.backward_state.clear()
         self.dw_runner.clear()
         for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
-            torch_stages.forget(infos, self.device)
+            torch_stages.forget(infos, self._nothing)
 
     # What a schedule's first step calls. Every rank opens channels in one order of boundaries.
 
@@ -295,7 +311,9 @@ class SpanPipelineStage(PipelineStage):
             before.want(torch_stages.inputs_of(self), depth, backward=False)
         if after is not None:
             depth = self._depths_at(after.number, num_microbatches).forward
-            after.want(torch_stages.outputs_of(self), depth, backward=False)
+            outputs = torch_stages.outputs_of(self)
+            after.want(outputs, depth, backward=False)
+            self._choose_direct(sum(each.nbytes for each in outputs))
         self._join(world)
         return made
 
@@ -305,10 +323,11 @@ class SpanPipelineStage(PipelineStage):
         self.chunks = num_microbatches
         if self._after is not None:
             torch_stages.repeat(self.grad_recv_info, num_microbatches, self.device)
-        for boundary, wanted in (
-            (self._before, torch_stages.input_gradients_of(self)),
-            (self._after, torch_stages.output_gradients_of(self)),
-        ):
+        of_inputs = torch_stages.input_gradients_of(self)
+        of_outputs = torch_stages.output_gradients_of(self)
+        self._input_gradients = tuple(each is not None for each in of_inputs)
+        self._output_gradients = tuple(each is not None for each in of_outputs)
+        for boundary, wanted in ((self._before, of_inputs), (self._after, of_outputs)):
             if boundary is not None:
                 depth = self._depths_at(boundary.number, num_microbatches).backward
                 tensors = [each for each in wanted if each is not None]
@@ -319,8 +338,18 @@ class SpanPipelineStage(PipelineStage):
     def _join(self, world: World | None) -> None:
         if world is not None and (self._before is not None or self._after is not None):
             if self._together is None:
-                self._together = world.resource("pipeline stages", Gathering).current()
+                self._gathering = world.resource("pipeline stages", Gathering)
+                self._together = self._gathering.current()
             self._together.join(self, (self._before, self._after))
+
+    def _choose_direct(self, nbytes: int) -> None:
+        wanted = self._direct
+        if wanted is None:
+            wanted = self.device.type == "cuda" or nbytes >= _LEAST_DIRECT_NBYTES
+        if not wanted:
+            self._direct_output = None
+        elif self._direct_output is None:
+            self._direct_output = DirectOutput(self.submod)
 
     def _get_init_p2p_neighbors_ops(self) -> list[torch_distributed.P2POp]:
         # gloo cannot send to the rank itself, which older releases ask for in V-shaped schedules

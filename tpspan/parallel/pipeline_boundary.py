@@ -113,12 +113,13 @@ class Together:
 
     Attributes:
         members: what has to forget its tensors before anything is closed, by identity.
+        is_open: whether nothing is new since ``open``.
     """
 
     def __init__(self) -> None:
         self.members: list[Forgetful] = []
         self._boundaries: list[Boundary] = []
-        self._is_open = False
+        self.is_open = False
 
     def join(self, member: Forgetful, boundaries: Sequence[Boundary | None]) -> None:
         """Add a stage and its boundaries, or say that it wants something new of them."""
@@ -126,14 +127,14 @@ class Together:
             self.members.append(member)
         known = {id(each) for each in self._boundaries}
         self._boundaries += [each for each in boundaries if each and id(each) not in known]
-        self._is_open = False
+        self.is_open = False
 
     def open(self) -> None:
         """Collective among the ranks on both sides of each boundary; quick if nothing is new."""
-        if not self._is_open:
+        if not self.is_open:
             for boundary in self._in_order():
                 boundary.open()
-            self._is_open = True
+            self.is_open = True
 
     def close(self, *, force: bool = False) -> None:
         """The same for closing."""

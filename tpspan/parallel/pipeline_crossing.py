@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,43 +59,54 @@ class Sender:
     """
 
     def __init__(self, channel: Handoff, wanted: Sequence[Wanted]) -> None:
-        self._channel, self._wanted = channel, tuple(wanted)
+        self._channel = channel
+        self._packed = channel.pack((each.shape, each.dtype) for each in wanted)
         self._slot: Any = None
         self._tensors: list[torch.Tensor] = []
-        self.counts = Counts()
+        self._num_sent = self._sent_nbytes = self._copied_nbytes = 0
+
+    @property
+    def counts(self) -> Counts:
+        """What was sent so far."""
+        direct_nbytes = self._sent_nbytes - self._copied_nbytes
+        return Counts(self._num_sent, 0, direct_nbytes, self._copied_nbytes)
 
     def place(self, number: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """The memory of the n-th tensor; the first call of a microbatch waits for a free block."""
-        if self._slot is None:
-            self._slot = self._channel.produce()
-            self._tensors = [self._slot.tensor(each.shape, each.dtype) for each in self._wanted]
+        self._begin()
         return self._tensors[number].view(shape)
 
     def send(self, values: Sequence[Any], left: Sequence[int]) -> None:
-        """Copy the values whose numbers are in ``left``, and hand the block over."""
-        sent = copied = 0
-        for number, (value, wanted) in enumerate(zip(values, self._wanted, strict=True)):
-            nbytes = wanted.shape.numel() * wanted.dtype.itemsize
-            sent += nbytes
-            if number in left:
-                copied += nbytes
-                place = self.place(number, wanted.shape, wanted.dtype)
-                with torch.no_grad():
+        """Copy the values whose numbers are in ``left``, and hand the block over.
+
+        Raises:
+            ValueError: these are more or fewer values than tensors.
+        """
+        places = self._packed.places
+        if len(values) != len(places):
+            raise ValueError(f"{len(values)} values for {len(places)} tensors")
+        self._begin()  # a microbatch without tensors is handed over, too
+        if left:
+            with torch.no_grad():
+                for number in left:
+                    value = values[number]
                     if value is None:
-                        place.zero_()
+                        self._tensors[number].zero_()
                     else:
-                        place.copy_(value.to_local() if isinstance(value, DTensor) else value)
-        if self._slot is None:
-            self._slot = self._channel.produce()  # a microbatch without tensors
+                        value = value.to_local() if isinstance(value, DTensor) else value
+                        self._tensors[number].copy_(value)
+                    self._copied_nbytes += places[number].nbytes
         self._tensors = []
         slot, self._slot = self._slot, None
         slot.release()
-        self.counts = replace(
-            self.counts,
-            num_sent=self.counts.num_sent + 1,
-            direct_nbytes=self.counts.direct_nbytes + sent - copied,
-            copied_nbytes=self.counts.copied_nbytes + copied,
-        )
+        self._num_sent += 1
+        self._sent_nbytes += sum(each.nbytes for each in places)
+
+    def _begin(self) -> None:
+        if self._slot is None:
+            slot = self._channel.produce()
+            self._tensors = slot.all_of(self._packed)
+            self._slot = slot
 
 
 class Receiver:
@@ -107,7 +118,10 @@ class Receiver:
     """
 
     def __init__(self, channel: Handoff, wanted: Sequence[Wanted]) -> None:
-        self._channel, self._wanted = channel, tuple(wanted)
+        self._channel = channel
+        self._packed = channel.pack((each.shape, each.dtype) for each in wanted)
+        device = channel.world.device
+        self._nothing = [torch.empty(0, dtype=each.dtype, device=device) for each in wanted]
         self._slots: dict[int, Any] = {}
         self._tensors: dict[int, list[torch.Tensor]] = {}
         self.num_received = 0
@@ -115,8 +129,7 @@ class Receiver:
     def take(self, microbatch: int) -> list[torch.Tensor]:
         """The next hand-over, which has to be of this microbatch: both sides keep one order."""
         slot = self._slots[microbatch] = self._channel.consume()
-        tensors = [slot.tensor(each.shape, each.dtype) for each in self._wanted]
-        self._tensors[microbatch] = tensors
+        tensors = self._tensors[microbatch] = slot.all_of(self._packed)
         self.num_received += 1
         return tensors
 
@@ -130,9 +143,9 @@ class Receiver:
         """Give the block back, behind what the current stream still does with it."""
         slot = self._slots.pop(microbatch, None)
         if slot is not None:
-            for tensor in self._tensors.pop(microbatch):
+            for tensor, nothing in zip(self._tensors.pop(microbatch), self._nothing, strict=True):
                 # A loss that somebody keeps leads to this tensor, but not to its memory any more.
-                tensor.data = tensor.new_empty(0)
+                tensor.data = nothing
             slot.release()
 
     def drop(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tpspan.memory import Driver, Right
 from tpspan.memory.cuda import CudaDriver
-from tpspan.parallel.packing import Placed, strides_of
+from tpspan.parallel.packing import Packed, Placed, strides_of
 from tpspan.parallel.ring import Ring
 from tpspan.parallel.turns import Turns
 from tpspan.spans.fence import Fence, StreamsInUse, Waits
@@ -86,6 +86,7 @@ class Side:
         self._ranges: tuple[TensorRange, ...] = ()
         # Making a tensor over an address takes longer than a view of one.
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._packed: dict[tuple[int, Packed], list[torch.Tensor]] = {}
 
     def map(self, blocks: Sequence[SpanBlock], right: Right) -> None:
         """Put blocks behind the addresses: one for each turn of the ring, or one that is all."""
@@ -140,17 +141,31 @@ class Side:
         """A tensor of a turn's block: no view as far as autograd can tell."""
         self.streams.use()
         index = 0 if self._remaps else self.ring.block_of(turn)
+        return self._base(index, placed).data
+
+    def views(self, turn: int, packed: Packed) -> list[torch.Tensor]:
+        """The same of all tensors that were placed beforehand; the second time it is quick."""
+        self.streams.use()
+        index = 0 if self._remaps else self.ring.block_of(turn)
+        bases = self._packed.get((index, packed))
+        if bases is None:
+            bases = [self._base(index, placed) for placed in packed.places]
+            self._packed[index, packed] = bases
+        return [base.data for base in bases]
+
+    def _base(self, index: int, placed: Placed) -> torch.Tensor:
         dtype = placed.dtype
         base = self._bases.get((index, dtype))
         if base is None:
             whole = self._ranges[index].tensor((self._block_nbytes,), torch.uint8, keep=None)
             base = self._bases[index, dtype] = whole.view(dtype)
         strides = strides_of(placed.shape)
-        return base.as_strided(placed.shape, strides, placed.offset_bytes // dtype.itemsize).data
+        return base.as_strided(placed.shape, strides, placed.offset_bytes // dtype.itemsize)
 
     @property
     def num_live(self) -> int:
         """Tensors, or views of them, that are still alive outside."""
+        self._packed.clear()
         self._bases.clear()
         return sum(each.num_live for each in self._ranges)
 

@@ -8,7 +8,7 @@ from typing import Protocol, Self
 import torch
 
 from tpspan.errors import ClosedError
-from tpspan.parallel.packing import Packing, Placed, Spec
+from tpspan.parallel.packing import Packed, Packing, Placed, Spec
 
 
 class Holder(Protocol):
@@ -18,6 +18,9 @@ class Holder(Protocol):
 
     def place(self, slot: Slot, placed: Placed) -> torch.Tensor:
         """A tensor in the slot's block."""
+
+    def place_all(self, slot: Slot, packed: Packed) -> list[torch.Tensor]:
+        """All tensors that were placed beforehand."""
 
     def header(self, slot: Slot, *, wait: bool) -> tuple[Spec, ...] | None:
         """What the producer packed; None if that is not known yet."""
@@ -30,6 +33,9 @@ class Holder(Protocol):
 
     def put_back(self, slot: Slot) -> bool:
         """Forget that the slot was taken; nothing is handed over. False if a later one is held."""
+
+
+_NOTHING = Packed()
 
 
 class Slot:
@@ -51,12 +57,12 @@ class Slot:
         self.is_producer = is_producer
         self.is_released = False
         self._holder = holder
-        self._packing = Packing(holder.block_nbytes)
+        self._packing: Packing | Packed = _NOTHING
 
     @property
-    def specs(self) -> list[Spec]:
+    def specs(self) -> tuple[Spec, ...]:
         """Shape and dtype of the tensors so far."""
-        return self._packing.specs
+        return tuple(self._packing.specs)
 
     @property
     def used_nbytes(self) -> int:
@@ -78,10 +84,31 @@ class Slot:
             ClosedError: the slot was released.
         """
         self._check_held()
+        if self._packing is _NOTHING:
+            self._packing = Packing(self._holder.block_nbytes)
+        if isinstance(self._packing, Packed):
+            raise ValueError("the tensors of this slot were placed beforehand: no more of them")
         placed = self._packing.place(shape, dtype)
         if not self.is_producer:
             self._compare(placed)
         return self._holder.place(self, placed)
+
+    def all_of(self, packed: Packed) -> list[torch.Tensor]:
+        """The tensors that ``Handoff.pack`` has placed, instead of asking for one by one.
+
+        Raises:
+            ValueError: the slot has tensors already, or it is not what the producer packed.
+            ClosedError: the slot was released.
+        """
+        self._check_held()
+        if self._packing is not _NOTHING:
+            raise ValueError("the slot has tensors already: all of them are placed at once")
+        if not self.is_producer:
+            specs = self._holder.header(self, wait=False)
+            if specs is not None and specs != packed.specs:
+                return [self.tensor(*spec) for spec in packed.specs]  # which compares each
+        self._packing = packed
+        return self._holder.place_all(self, packed)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that the producer packed, as it was.
@@ -130,7 +157,7 @@ class Slot:
 
     def _compare(self, placed: Placed) -> None:
         specs = self._holder.header(self, wait=False)
-        index = len(self._packing.specs) - 1
+        index = len(self.specs) - 1
         if specs is None:  # not known yet on CUDA, where the host may be ahead
             return
         if index < len(specs) and specs[index] == (placed.shape, placed.dtype):

@@ -82,9 +82,8 @@ def put(infos: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> None:
             info.buffer = tensor
 
 
-def forget(infos: Sequence[Any], device: Any) -> None:
-    """Keep no tensor of what was received."""
-    nothing = torch.empty(0, device=device)
+def forget(infos: Sequence[Any], nothing: torch.Tensor) -> None:
+    """Keep no tensor of what was received; ``nothing`` takes its place."""
     for info in infos:
         if getattr(info, "buffer", None) is not None:
             info.buffer = nothing

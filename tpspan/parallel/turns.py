@@ -21,7 +21,14 @@ _FREED = "no block is free: the consumer has not released any"
 
 
 class Turns(Protocol):
-    """Waiting for turns and finishing them. Ranks are those of the link."""
+    """Waiting for turns and finishing them. Ranks are those of the link.
+
+    Attributes:
+        are_of_streams: whether a turn has to be waited for although the other side's host has come,
+            because its stream may not have.
+    """
+
+    are_of_streams: bool
 
     def has_come(self, turn: int) -> bool:
         """Whether the other side's host has got so far that this side may have the turn."""
@@ -56,6 +63,8 @@ class HostTurns:
         is_producer: which side this is.
     """
 
+    are_of_streams = False
+
     def __init__(
         self, ops: HostOps, ring: Ring, peers: Sequence[int], *, is_producer: bool
     ) -> None:
@@ -76,7 +85,11 @@ class HostTurns:
 
     def has_come(self, turn: int) -> bool:
         slot, count = self._awaited(turn)
-        return not count or all(self._ops.has_come(slot, peer, count) for peer in self._peers)
+        if count:
+            for peer in self._peers:
+                if not self._ops.has_come(slot, peer, count):
+                    return False
+        return True
 
     def wait(self, turn: int, stream: int, timeout_s: float) -> None:
         self.wait_on_host(turn, timeout_s)
@@ -128,6 +141,8 @@ class StreamTurns:
         signals: of the link.
         slots: of the signals, one for each block.
     """
+
+    are_of_streams = True
 
     def __init__(
         self,
@@ -182,6 +197,8 @@ class EventTurns:
         own, theirs: events of each block; own ones are recorded here.
         device: of this side.
     """
+
+    are_of_streams = True
 
     def __init__(
         self,

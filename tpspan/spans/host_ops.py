@@ -35,6 +35,9 @@ class HostOps:
         self._rank, self._world_size = exchange.rank, exchange.world_size
         self._timeout_s = timeout_s
         self._counts: dict[tuple[str, int, int], ctypes.c_uint32] = {}
+        # Where the counters lie: asked for at every hand-over.
+        self._posts: dict[tuple[int, int], tuple[int, int]] = {}
+        self._counters: dict[tuple[int, int], int] = {}
         self._missing: tuple[int, ...] = ()
 
     def barrier(self, slot: int, stream: int = 0, *, timeout_s: float | None = None) -> None:
@@ -57,8 +60,12 @@ class HostOps:
 
     def post(self, slot: int, peer: int, stream: int = 0) -> None:
         """Count one more post to a peer, and wake it if it waits."""
-        sent = self._count("sent", slot, peer)
-        kernels.host_post(self._pages.counter(slot, peer, self._rank), ctypes.addressof(sent))
+        place = self._posts.get((slot, peer))
+        if place is None:
+            sent = self._count("sent", slot, peer)
+            place = self._pages.counter(slot, peer, self._rank), ctypes.addressof(sent)
+            self._posts[slot, peer] = place
+        kernels.host_post(*place)
 
     def wait(
         self, slot: int, peer: int, stream: int = 0, *, timeout_s: float | None = None
@@ -81,8 +88,10 @@ class HostOps:
 
     def has_come(self, slot: int, peer: int, count: int) -> bool:
         """Whether the peer has posted at least ``count`` times on the slot."""
-        counter = self._pages.counter(slot, self._rank, peer)
-        return kernels.has_arrived(ctypes.c_uint32.from_address(counter).value, count)
+        counter = self._counters.get((slot, peer))
+        if counter is None:
+            counter = self._counters[slot, peer] = self._pages.counter(slot, self._rank, peer)
+        return kernels.host_has_arrived(counter, count)
 
     def wait_for(
         self,
