@@ -27,7 +27,6 @@ from tpspan.parallel.pipeline_crossing import Counts
 from tpspan.parallel.pipeline_order import Depths, ring_depths
 from tpspan.parallel.pipeline_output import DirectOutput, as_tuple
 
-
 # Letting an operation write elsewhere costs 0.1 ms, in which a core copies about so much.
 _LEAST_DIRECT_NBYTES = 1 << 20
 
