@@ -328,15 +328,15 @@ def test_streams_wait_for_streams_and_hosts_for_nobody() -> None:
     """A slot of the signals for each block; the first blocks are free without a word."""
     hosts = FakeHosts(ahead=True)
     producer = stream_turns(hosts, is_producer=True)
-    producer.wait(1, 7, 1.0)
+    producer.wait(1, 7, 1.0, has_come=False)
     producer.finish(1, 7)
     assert hosts.log == [("check",), ("post", 11, 1, 7), ("post", 11, 2, 7), ("host", 1)]
     hosts.log.clear()
-    producer.wait(2, 7, 1.0)
+    producer.wait(2, 7, 1.0, has_come=False)
     assert hosts.log == [("wait", 10, 1, 7), ("wait", 10, 2, 7)]
     hosts.log.clear()
     consumer = stream_turns(hosts, is_producer=False)
-    consumer.wait(0, 8, 1.0)
+    consumer.wait(0, 8, 1.0, has_come=False)
     consumer.finish(0, 8)
     assert hosts.log == [("wait", 10, 0, 8), ("post", 10, 0, 8), ("host", 0)]
 
@@ -345,10 +345,9 @@ def test_a_host_that_is_ahead_sees_that_the_other_side_is_dead() -> None:
     """Invariant 9: at once, and not only when the stream's deadline has passed."""
     hosts = FakeHosts(ahead=True, dead=True)
     with pytest.raises(PeerError, match="rank 1"):
-        stream_turns(hosts, is_producer=True).wait(2, 7, 1.0)
+        stream_turns(hosts, is_producer=True).wait(2, 7, 1.0, has_come=False)
     assert hosts.log == []
-    hosts.ahead = False
-    stream_turns(hosts, is_producer=True).wait(2, 7, 1.0)
+    stream_turns(hosts, is_producer=True).wait(2, 7, 1.0, has_come=True)
     assert len(hosts.log) == 2, "what it has given may still be read"
 
 

@@ -171,10 +171,10 @@ def slow_consumer(world: World, mode: str, guarded: bool) -> int:
             wait, hand_over = turns.wait, turns.finish
 
             def finish_late(turn: int, stream: int) -> None:
-                wait(turn, stream, 10.0)
+                wait(turn, stream, 10.0, has_come=False)
                 hand_over(turn, stream)
 
-            turns.wait = lambda *_: None  # type: ignore[method-assign]
+            turns.wait = lambda *_, **__: None  # type: ignore[method-assign]
             turns.finish = finish_late  # type: ignore[method-assign]
         world.control.barrier()
         for turn in range(num):

@@ -5,6 +5,7 @@ Source of the rules: CUDA driver API reference, "Virtual Memory Management" and 
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from tpspan.memory.driver import PAGE_NBYTES, Right
 
 _IN_LAUNCH_NBYTES = 1024
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
-_IMPLICIT = cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+_IMPLICIT = cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT.value
 _FLAGS = {
     Right.NONE: cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_NONE,
     Right.READ: cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ,
@@ -151,6 +152,9 @@ class CudaDriver:
             for right in Right
             for on_host in (False, True)
         }
+        # Every hand-over asks; the binding takes three times as long.
+        self._ask_capture = ctypes.CDLL("libcuda.so.1").cuStreamIsCapturing
+        self._ask_capture.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         self._blocks: dict[int, _Memory] = {}
         self._mapped: dict[int, _Memory] = {}
         granularity = check(
@@ -287,14 +291,15 @@ class CudaDriver:
         return int(free), int(total)
 
     def is_capturing(self, stream: int) -> bool:
-        code, status = cu.cuStreamIsCapturing(stream)
-        if code not in (_SUCCESS, _IMPLICIT):  # this thread may have no context
+        status = ctypes.c_int()
+        code = self._ask_capture(stream, ctypes.byref(status))
+        if code not in (0, _IMPLICIT):  # this thread may have no context
             with self.current():
-                code, status = cu.cuStreamIsCapturing(stream)
+                code = self._ask_capture(stream, ctypes.byref(status))
         if code == _IMPLICIT:
             return True  # the legacy stream, while another stream is being captured
-        check("cuStreamIsCapturing", (code,), stream=stream)
-        return bool(status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+        check("cuStreamIsCapturing", (cu.CUresult(code),), stream=stream)
+        return bool(status.value)
 
     def current(self) -> _Current:
         """Make the primary context current on this thread for a ``with`` block."""

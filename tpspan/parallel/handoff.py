@@ -219,6 +219,7 @@ class Handoff:
             ring_nbytes=transport.ring_nbytes,
             num_handovers=self._num_finished,
             num_remaps=transport.num_remaps,
+            remap_us=transport.remap_us,
             copied_nbytes=transport.copied_nbytes,
             num_waits=transport.num_waits,
         )

@@ -27,6 +27,8 @@ class HandoffStats:
             rest of the last page of 2 MiB takes none, since nothing is ever written there.
         num_handovers: slots released, on both sides if this rank is both.
         num_remaps: blocks brought behind a fixed address.
+        remap_us: how long that took the helper thread each time, the median of the last hundred;
+            0 where there were none.
         copied_nbytes: bytes that were copied to hand them over; 0 unless the mode is ``send``.
         num_waits: how often the host found, in taking a slot, that the other side was not so far.
     """
@@ -37,6 +39,7 @@ class HandoffStats:
     ring_nbytes: int
     num_handovers: int
     num_remaps: int
+    remap_us: float
     copied_nbytes: int
     num_waits: int
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable, Sequence
 
 import torch
@@ -69,6 +70,13 @@ class MappedTransport:
         return sum(lane.num_done for lane in lanes if lane is not None)
 
     @property
+    def remap_us(self) -> float:
+        """How long one of them takes the helper."""
+        lanes = [side.lane for side in self._parts.sides]
+        taken = [seconds for lane in lanes if lane is not None for seconds in tuple(lane.last_s)]
+        return 1e6 * statistics.median(taken) if taken else 0.0
+
+    @property
     def num_waits(self) -> int:
         """How often the other side was not so far."""
         return sum(side.num_waits for side in self._parts.sides)
@@ -91,7 +99,7 @@ class MappedTransport:
                         # A host that waits itself is never ahead by more turns than blocks.
                         if is_producer and turns.are_of_streams and turn >= NUM_HEADERS:
                             turns.wait_until_freed(turn - NUM_HEADERS, timeout_s)
-                        turns.wait(turn, stream, timeout_s)
+                        turns.wait(turn, stream, timeout_s, has_come=has_come)
                     except PeerError as error:
                         raise self._link.named(error) from None
             if side.lane is not None:

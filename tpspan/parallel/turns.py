@@ -7,6 +7,7 @@ the link, a slot for each block; or by events, where one process stands on both 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from tpspan.spans.host_ops import HostOps
 from tpspan.spans.signals import Signals
 
 _GIVEN = "the producer has not handed anything over: is it still coming?"
+_LOOK_S = 1e-3
 _FREED = "no block is free: the consumer has not released any"
 
 
@@ -33,8 +35,11 @@ class Turns(Protocol):
     def has_come(self, turn: int) -> bool:
         """Whether the other side's host has got so far that this side may have the turn."""
 
-    def wait(self, turn: int, stream: int, timeout_s: float) -> None:
+    def wait(self, turn: int, stream: int, timeout_s: float, *, has_come: bool) -> None:
         """Hold the stream, or without a GPU the caller, until this side may use the turn.
+
+        Args:
+            has_come: what ``has_come`` said.
 
         Raises:
             PeerError: a peer is dead or late.
@@ -85,14 +90,11 @@ class HostTurns:
 
     def has_come(self, turn: int) -> bool:
         slot, count = self._awaited(turn)
-        if count:
-            for peer in self._peers:
-                if not self._ops.has_come(slot, peer, count):
-                    return False
-        return True
+        return not count or self._have_come(slot, count)
 
-    def wait(self, turn: int, stream: int, timeout_s: float) -> None:
-        self.wait_on_host(turn, timeout_s)
+    def wait(self, turn: int, stream: int, timeout_s: float, *, has_come: bool) -> None:
+        if not has_come:
+            self.wait_on_host(turn, timeout_s)
 
     def finish(self, turn: int, stream: int) -> None:
         slot = self._posted_from + self._ring.block_of(turn)
@@ -123,7 +125,13 @@ class HostTurns:
     def wait_until_freed(self, turn: int, timeout_s: float) -> None:
         ring = self._ring
         # Its block was freed as often by then as it had been given.
-        self._wait_for(self._awaited_from + ring.block_of(turn), ring.num_given(turn), timeout_s)
+        slot, count = self._awaited_from + ring.block_of(turn), ring.num_given(turn)
+        if not self._have_come(slot, count):
+            self._wait_for(slot, count, timeout_s)
+
+    def _have_come(self, slot: int, count: int) -> bool:
+        has_come = self._ops.has_come
+        return all(has_come(slot, peer, count) for peer in self._peers)
 
     def _wait_for(self, slot: int, count: int, timeout_s: float) -> None:
         for peer in self._peers:
@@ -160,18 +168,20 @@ class StreamTurns:
         self._ring = ring
         self._peers = tuple(peers)
         self._is_producer = is_producer
+        self._next_look_s = 0.0
         self._num_taken = [0] * len(self._slots)  # signals of each block that were waited for
         self.has_come = hosts.has_come
         self.wait_on_host = hosts.wait_on_host
         self.wait_until_freed = hosts.wait_until_freed
 
-    def wait(self, turn: int, stream: int, timeout_s: float) -> None:
+    def wait(self, turn: int, stream: int, timeout_s: float, *, has_come: bool) -> None:
         if self._is_producer and not self._ring.num_freed(turn):
             self._signals.check()
             return
-        if not self._hosts.has_come(turn):
+        if not has_come and time.monotonic() > self._next_look_s:
             # A stream would find out at its deadline, and the host be far ahead by then.
             self._hosts.check_alive()
+            self._next_look_s = time.monotonic() + _LOOK_S
         block = self._ring.block_of(turn)
         for peer in self._peers:
             self._signals.wait(self._slots[block], peer, stream)
@@ -221,8 +231,8 @@ class EventTurns:
         self.wait_until_freed = hosts.wait_until_freed
         self.settle = hosts.settle
 
-    def wait(self, turn: int, stream: int, timeout_s: float) -> None:
-        self._hosts.wait(turn, stream, timeout_s)
+    def wait(self, turn: int, stream: int, timeout_s: float, *, has_come: bool) -> None:
+        self._hosts.wait(turn, stream, timeout_s, has_come=has_come)
         if not self._is_producer or self._ring.num_freed(turn):
             event = self._theirs[self._ring.block_of(turn)]
             torch.cuda.current_stream(self._device).wait_event(event)
