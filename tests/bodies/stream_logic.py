@@ -258,23 +258,23 @@ def late(world: World, victim: int, captured: bool, on_device: bool) -> None:
         release = threading.Event()
         if on_device:
             streams.put(_OWN_STREAMS + 1, release.wait)
-        streams.capturing = captured
-        for _ in range(2):
-            ops.barrier(0, 5)
-            if not captured:
-                continue
-            with ops._watch.lock:  # a replay is not noted: what follows it on the stream is
-                ops._watch.note(5)
+
+        def meet(num: int) -> None:
+            streams.capturing = captured
+            for _ in range(num):
+                ops.barrier(0, 5)
+            streams.capturing = False
+            if captured:
+                with ops._watch.lock:  # a replay is not noted: what follows it on the stream is
+                    ops._watch.note(5)
+
+        meet(2)
         streams.synchronize(5)
         world.control.barrier()
         if world.rank != victim:
             time.sleep(0.15 * world.rank)
             start = time.monotonic()
-            ops.barrier(0, 5)
-            ops.barrier(0, 5)
-            if captured:
-                with ops._watch.lock:
-                    ops._watch.note(5)
+            meet(2)
             streams.synchronize(5)
             assert time.monotonic() - start < 5
             assert ops.missing() == (victim,), ops.missing()

@@ -22,6 +22,7 @@ from tpspan.memory.cuda import CudaDriver, check
 from tpspan.spans.stream_words import FREE, SET, StreamWords
 
 _LOOK_S = 0.1
+_RECORD_S = 0.02
 _MARK_S = 0.5
 _PATIENCE_S = 10.0
 
@@ -54,12 +55,12 @@ class StreamWatch:
         self._thread: threading.Thread | None = None
 
     def note(self, stream: int) -> None:
-        """Say that an operation of ours was put on a stream just now; the lock is held."""
+        """Say that a wait of ours was put on a stream just now; the lock is held."""
         queue = self._queues.get(stream)
         if queue is None:
             with self._driver.current():
-                queue = self._queues[stream] = _Queue()
-        queue.submitted(stream)
+                queue = self._queues[stream] = _Queue(stream)
+        queue.submitted()
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._watch, name="tpspan-stream-watch", daemon=True
@@ -75,6 +76,9 @@ class StreamWatch:
         deadline = time.monotonic() + self._timeout_s + _PATIENCE_S
         with self._driver.current():
             queues = tuple(self._queues.values())
+            for queue in queues:
+                if queue.is_behind and not self._driver.is_capturing(queue.stream):
+                    queue.record()
             while not (done := all(_is_done(queue.last) for queue in queues)):
                 if time.monotonic() > deadline:
                     break
@@ -98,6 +102,9 @@ class StreamWatch:
             while not self._stop.wait(_LOOK_S):
                 with self.lock:
                     queues = tuple(self._queues.values())
+                    for queue in queues:
+                        if queue.is_resting() and not self._driver.is_capturing(queue.stream):
+                            queue.record()
                     late = [queue for queue in queues if queue.stuck_s() > self._timeout_s]
                 for queue in late:
                     with contextlib.suppress(TimeoutError):  # the next look tries again
@@ -178,35 +185,57 @@ class StreamWatch:
 
 
 class _Queue:
-    """How far a stream has come: its last operation, and marks between that show progress."""
+    """How far a stream has come: an event behind its last wait, and marks that show progress.
 
-    def __init__(self) -> None:
+    An event costs the stream 2 µs, so not every wait has one. Behind the last of many it is the
+    watch that records it, once nothing more has come for a while.
+
+    Attributes:
+        stream: its handle.
+        last: the event.
+        is_behind: whether waits were put on the stream since the event was recorded.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
         self.last = _new_event()
         self._marks: deque[Any] = deque()
-        self._marked = 0.0
-        self._progress = 0.0
+        self._submitted = self._recorded = self._marked = self._progress = 0.0
         self._is_idle = True
+        self.is_behind = False
 
-    def submitted(self, stream: int) -> None:
-        """Note that something of ours was put on the stream just now."""
-        now = time.monotonic()
-        check("cuEventRecord", cu.cuEventRecord(self.last, stream))
+    def submitted(self) -> None:
+        """Note that a wait of ours was put on the stream just now."""
+        now = self._submitted = time.monotonic()
+        self.is_behind = True
         if self._is_idle:
             self._is_idle, self._progress = False, now
+        if now - self._recorded > _RECORD_S:
+            self.record()
         if now - self._marked > _MARK_S:
             mark = _new_event()
-            check("cuEventRecord", cu.cuEventRecord(mark, stream))
+            check("cuEventRecord", cu.cuEventRecord(mark, self.stream))
             self._marks.append(mark)
             self._marked = now
 
+    def record(self) -> None:
+        """Let the event stand for everything so far."""
+        check("cuEventRecord", cu.cuEventRecord(self.last, self.stream))
+        self._recorded, self.is_behind = time.monotonic(), False
+
+    def is_resting(self) -> bool:
+        """Whether the event should be recorded anew, and the thread that launches is elsewhere."""
+        return self.is_behind and time.monotonic() - self._submitted > _LOOK_S
+
     def stuck_s(self) -> float:
         """Seconds since the stream was last seen to have come any further."""
+        now = time.monotonic()
         if _is_done(self.last):
-            self._is_idle = True
+            self._is_idle, self._progress = not self.is_behind, now
         while self._marks and _is_done(self._marks[0]):
             check("cuEventDestroy", cu.cuEventDestroy(self._marks.popleft()))
-            self._progress = time.monotonic()
-        return 0.0 if self._is_idle else time.monotonic() - self._progress
+            self._progress = now
+        return 0.0 if self._is_idle else now - self._progress
 
     def close(self) -> None:
         """Give the events back."""
