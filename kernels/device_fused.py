@@ -1,17 +1,41 @@
 """The bodies of the device kernels fused_gather and fused_sum: stage, meet and read in one launch.
 
-Every rank has a GPU of its own, so a kernel may wait for another rank's. Block b of a rank stages
-some chunks, meets block b of every other rank, and reads the same chunks of theirs: blocks need not
-wait for each other. The count of meetings is kept in device memory, one for each block, and its
-parity says which of two buffers is used, so a captured graph can be replayed.
+Every rank has a GPU of its own, so a kernel may wait for another rank's. Block b of a rank stages a
+chunk of the input where the others can read it, meets block b of every other rank by a counter, and
+reads the chunks that they staged: blocks need not wait for each other. A call of more bytes takes
+several rounds of that, all in one launch, and a block stages the chunk of the round after before it
+waits for the peers' chunks of this one: ``stage 1, post 1; stage 2, post 2, await 1, read 1; stage
+3, post 3, await 2, read 2; ...; await n, read n``.
 
-All launches have the same number of blocks, and each block meets its partners even if it has
-nothing to stage. So all counts are equal, and a buffer is written again only two launches later:
-by then this rank has met its peers in the launch between, which they began after they had finished
-reading (invariant 6).
+Rounds are counted for each block, in device memory and on through all launches, so that a captured
+graph can be replayed. The count's last two bits say which of the block's four slots it stages in.
 
-A read over the link takes about a microsecond, so what a thread reads at once decides: four vectors
-of a gather; of a sum all ranks' at one place, and of two ranks at four places.
+Why no byte is overwritten before it was read (invariant 6). Take round c + 1 of block b of rank r.
+It is staged where round c - 3 of that block was, which block b of every peer q must have read.
+
+1. All ranks make the same launches, and all blocks of a launch take the same number of rounds, even
+   those that have nothing to stage. So round c is the same round of the same launch on all ranks,
+   and a slot belongs to one block whatever the sizes of the calls: nothing but the rounds of block
+   b of the ranks has to be looked at.
+2. r stages round c + 1 behind its wait for round c - 1. Within a launch the order above says so. At
+   the beginning of a launch it has waited for even more, for launches of a rank follow each other,
+   and each ends with a wait for its last round: the first round of a launch has c awaited, the
+   second c - 1.
+3. q posts round c - 1 behind its reads of round c - 3. Within a launch these are the reads of the
+   step before; if round c - 1 begins a launch, or is the second one, round c - 3 was read in an
+   earlier launch, which has ended. What all threads of a block have read is behind them when they
+   come to the barrier in front of the post, and the post's fence and the wait's acquire hand that on
+   to r.
+
+Three slots would not do: round c - 2 may still be read when c + 1 is staged. A rank reads its own
+slots, too, but its block goes through barriers between any read and the next write.
+
+A peer that does not come before the deadline ends the block, which leaves a mark and does nothing
+in later launches: it neither stages again, so a peer that comes too late reads what it should, nor
+posts, so that the peer in turn finds out.
+
+A read over the link takes one or two microseconds, so what a thread reads at once decides: four
+vectors of a gather; of a sum all ranks' at one place, and of two ranks at four places.
 """
 
 from __future__ import annotations
@@ -24,16 +48,24 @@ from numba.cuda import types
 from tpspan.kernels import ptx
 from tpspan.kernels.board import LINE_NBYTES
 from tpspan.kernels.device_copy import _copy_chunk
-from tpspan.kernels.device_ll import _divide, _pack_bf16, _pack_f16, _pack_f32
+from tpspan.kernels.device_ll import (
+    _divide,
+    _pack_bf16,
+    _pack_f16,
+    _pack_f32,
+    _store_piece,
+)
 from tpspan.kernels.device_reduce import _from_bf16, _from_bits, _from_f16, _part
 from tpspan.kernels.device_signals import _arrives
 
+_NONE = types.uint32(0)
 _ONE = types.uint32(1)
 _ZERO = types.int32(0)
 # Who waits no longer than this many polls, about 10 us, does without the clock, which is slow.
 _POLLS_WITHOUT_CLOCK = 32
 _MOST_RANKS = 8
 _UNROLLED = 4
+_SLOT_MASK = types.uint32(3)  # four slots
 _MOST_WORDS = 16  # two of every rank, or of two ranks at four places
 
 
@@ -47,13 +79,13 @@ def _comes(counter: int, expected: int, timeout_ns: int) -> bool:
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
 def _post_block(
-    base: int, page_nbytes: int, rank: int, world_size: int, epoch: int, count: int
+    base: int, page_nbytes: int, rank: int, world_size: int, count: int, epoch: int, last: int
 ) -> None:
-    """Tell the same block of all other ranks that this one has written its chunks."""
-    cuda.syncthreads()  # it has, and every thread has read the count
+    """Tell the same block of all other ranks that this one has written its chunk."""
+    cuda.syncthreads()  # it has, and every thread has read the count, and the chunks of before
     peer = types.int64(cuda.threadIdx.x)
     if peer == 0:
-        ptx.store_count(epoch, count)
+        ptx.store_count(epoch, last)
     if peer < world_size and peer != rank:
         # One fence, not a release behind it: that would be a second one of a microsecond.
         ptx.fence_system()
@@ -68,20 +100,45 @@ def _await_blocks(
     rank: int,
     world_size: int,
     count: int,
+    epoch: int,
     status: int,
     timeout_ns: int,
-) -> None:
+) -> bool:
     """Wait for the same block of all other ranks; what each wrote before is then visible to all.
 
     The thread that polls acquires, and the barrier of the block hands that on: no fence is needed.
+    The last threads poll: the first ones may still be in the fence of their post. Returns whether
+    all have come, which the threads of a block agree on.
     """
-    peer = types.int64(cuda.threadIdx.x)
+    peer = types.int64(cuda.blockDim.x) - 1 - types.int64(cuda.threadIdx.x)
+    is_late = types.int32(0)
     if peer < world_size and peer != rank:
         first = types.int64(cuda.blockIdx.x) * world_size
         own = base + rank * page_nbytes + (first + peer) * LINE_NBYTES
         if not _comes(own, count, timeout_ns):
             ptx.store_release(status + 4 * peer, _ONE)
-    cuda.syncthreads()
+            ptx.store_count(_mark_of(epoch), _ONE)
+            is_late = types.int32(1)
+    return cuda.syncthreads_or(is_late) == 0
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _mark_of(epoch: int) -> int:
+    """Where the block notes that it has given up: behind the counts of all blocks."""
+    return epoch + 4 * types.int64(cuda.gridDim.x)
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _offset_of(turn: int, chunk_nbytes: int) -> int:
+    """Where the block's chunk of a round begins; a round takes consecutive chunks."""
+    return (turn * cuda.gridDim.x + cuda.blockIdx.x) * chunk_nbytes
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _slot_of(count: int, staging: int, slot_nbytes: int) -> int:
+    """Where the first rank's block stages in the round of this count."""
+    index = types.int64(count & _SLOT_MASK) * cuda.gridDim.x + cuda.blockIdx.x
+    return staging + index * slot_nbytes
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
@@ -161,13 +218,25 @@ def _read_chunks(
         item += _UNROLLED * step
 
 
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _store_result(address: int, low: int, high: int) -> None:
+    """Sixteen bytes to any address."""
+    if (address & 15) == 0:
+        ptx.store_vector(address, low, high)
+    else:
+        _store_piece(address, low, types.int64(8))
+        _store_piece(address + 8, high, types.int64(8))
+
+
 def fused_gather(
     target: int,
     source: int,
     nbytes: int,
     chunk_nbytes: int,
+    num_rounds: int,
     staging: int,
     region_nbytes: int,
+    slot_nbytes: int,
     base: int,
     page_nbytes: int,
     rank: int,
@@ -176,46 +245,65 @@ def fused_gather(
     status: int,
     timeout_ns: int,
 ) -> None:
-    # One chunk a block.
-    offset = types.int64(cuda.blockIdx.x) * chunk_nbytes
-    size = max(min(nbytes - offset, chunk_nbytes), 0)
-    begin = source + offset
+    epoch = epochs + 4 * types.int64(cuda.blockIdx.x)
+    thread = 16 * types.int64(cuda.threadIdx.x)
+    are_aligned = ((target | nbytes) & 15) == 0
     low = cuda.local.array(_UNROLLED, types.uint64)
     high = cuda.local.array(_UNROLLED, types.uint64)
-    # The count, which says where to, comes while these loads are under way.
-    is_aligned = ((begin | size) & 15) == 0
-    thread = 16 * types.int64(cuda.threadIdx.x)
-    _load_group(begin, thread, size if is_aligned else types.int64(0), low, high)
-    epoch = epochs + 4 * types.int64(cuda.blockIdx.x)
-    count = types.uint32(ptx.load_count(epoch) + _ONE)
-    buffer = staging + types.int64(count & _ONE) * (region_nbytes >> 1)
-    own = buffer + rank * region_nbytes + offset
-    if is_aligned:
-        _copy_aligned(own, begin, size, low, high)
-    else:
-        _copy_chunk(own, begin, size)
-    _post_block(base, page_nbytes, rank, world_size, epoch, count)
-    # While the peers' counts are under way.
-    to = target + rank * nbytes + offset
-    is_there = to == begin
-    if is_aligned and not is_there and (to & 15) == 0:
-        _copy_aligned(to, begin, size, low, high)
-        is_there = True
-    _await_blocks(base, page_nbytes, rank, world_size, count, status, timeout_ns)
-    are_aligned = ((target | nbytes) & 15) == 0
-    if are_aligned:
-        staged = buffer + offset
-        _read_chunks(target + offset, staged, region_nbytes, nbytes, size, rank, world_size)
-    if not (is_there and are_aligned):  # what is left, one after the other
-        for distance in range(world_size):
-            peer = (rank + distance) % world_size
-            given = begin if distance == 0 else buffer + peer * region_nbytes + offset
-            if not (is_there if distance == 0 else are_aligned):
-                _copy_chunk(target + peer * nbytes + offset, given, size)
+    # The first vectors of a chunk are loaded a round early, and here while the count, which says
+    # where to, is under way.
+    offset = _offset_of(types.int64(0), chunk_nbytes)
+    size = max(min(nbytes - offset, chunk_nbytes), 0)
+    is_aligned = (((source + offset) | size) & 15) == 0
+    _load_group(source + offset, thread, size if is_aligned else types.int64(0), low, high)
+    before = ptx.load_count(epoch)
+    if ptx.load_count(_mark_of(epoch)) != _NONE:
+        return
+    last = types.uint32(before + types.uint32(num_rounds))
+    turn = types.int64(0)
+    while turn <= num_rounds:
+        if turn < num_rounds:
+            count = types.uint32(before + types.uint32(turn) + _ONE)
+            begin = source + offset
+            own = _slot_of(count, staging, slot_nbytes) + rank * region_nbytes
+            if is_aligned:
+                _copy_aligned(own, begin, size, low, high)
+            else:
+                _copy_chunk(own, begin, size)
+            _post_block(base, page_nbytes, rank, world_size, count, epoch, last)
+            # While the peers' counts are under way.
+            to = target + rank * nbytes + offset
+            if to != begin:
+                if is_aligned and (to & 15) == 0:
+                    _copy_aligned(to, begin, size, low, high)
+                else:
+                    _copy_chunk(to, begin, size)
+            offset = _offset_of(turn + 1, chunk_nbytes)
+            size = max(min(nbytes - offset, chunk_nbytes), 0) if turn + 1 < num_rounds else 0
+            is_aligned = (((source + offset) | size) & 15) == 0
+            _load_group(source + offset, thread, size if is_aligned else types.int64(0), low, high)
+        if turn > 0:
+            count = types.uint32(before + types.uint32(turn))
+            if not _await_blocks(
+                base, page_nbytes, rank, world_size, count, epoch, status, timeout_ns
+            ):
+                return
+            given = _slot_of(count, staging, slot_nbytes)
+            there = _offset_of(turn - 1, chunk_nbytes)
+            length = max(min(nbytes - there, chunk_nbytes), 0)
+            if are_aligned:
+                to = target + there
+                _read_chunks(to, given, region_nbytes, nbytes, length, rank, world_size)
+            else:  # one after the other
+                for distance in range(1, world_size):
+                    peer = (rank + distance) % world_size
+                    to = target + peer * nbytes + there
+                    _copy_chunk(to, given + peer * region_nbytes, length)
+        turn += 1
 
 
 def _fused_sum(load: Any, pack: Any, itemsize: int) -> Any:
-    """A kernel body for elements of 2 or 4 bytes; sizes and addresses are multiples of 16."""
+    """A kernel body for elements of 2 or 4 bytes; the size is a multiple of 16."""
     width = 8 * itemsize
     per_word = 8 // itemsize
 
@@ -231,8 +319,10 @@ def _fused_sum(load: Any, pack: Any, itemsize: int) -> Any:
         source: int,
         nbytes: int,
         chunk_nbytes: int,
+        num_rounds: int,
         staging: int,
         region_nbytes: int,
+        slot_nbytes: int,
         base: int,
         page_nbytes: int,
         rank: int,
@@ -242,71 +332,92 @@ def _fused_sum(load: Any, pack: Any, itemsize: int) -> Any:
         status: int,
         timeout_ns: int,
     ) -> None:
-        # One chunk a block.
-        chunk = types.int64(cuda.blockIdx.x) * chunk_nbytes
-        end = min(chunk + chunk_nbytes, nbytes)
-        size = max(end - chunk, 0)
-        begin = source + chunk
+        epoch = epochs + 4 * types.int64(cuda.blockIdx.x)
+        thread = 16 * types.int64(cuda.threadIdx.x)
+        step = 16 * types.int64(cuda.blockDim.x)
+        is_aligned = (source & 15) == 0
         low = cuda.local.array(_UNROLLED, types.uint64)
         high = cuda.local.array(_UNROLLED, types.uint64)
-        # The count, which says where to, comes while these loads are under way.
-        is_aligned = ((begin | size) & 15) == 0
-        thread = 16 * types.int64(cuda.threadIdx.x)
-        _load_group(begin, thread, size if is_aligned else types.int64(0), low, high)
-        epoch = epochs + 4 * types.int64(cuda.blockIdx.x)
-        count = types.uint32(ptx.load_count(epoch) + _ONE)
-        buffer = staging + types.int64(count & _ONE) * (region_nbytes >> 1)
-        own = buffer + rank * region_nbytes + chunk
-        if is_aligned:
-            _copy_aligned(own, begin, size, low, high)
-        else:
-            _copy_chunk(own, begin, size)
-        _post_block(base, page_nbytes, rank, world_size, epoch, count)
-        _await_blocks(base, page_nbytes, rank, world_size, count, status, timeout_ns)
-        step = 16 * types.int64(cuda.blockDim.x)
-        offset = chunk + thread
+        # The first vectors of a chunk are loaded a round early, and here while the count, which
+        # says where to, is under way.
+        chunk = _offset_of(types.int64(0), chunk_nbytes)
+        size = max(min(nbytes - chunk, chunk_nbytes), 0)
+        _load_group(source + chunk, thread, size if is_aligned else types.int64(0), low, high)
+        before = ptx.load_count(epoch)
+        if ptx.load_count(_mark_of(epoch)) != _NONE:
+            return
+        last = types.uint32(before + types.uint32(num_rounds))
         words = cuda.local.array(_MOST_WORDS, types.uint64)
         result = cuda.local.array(2, types.uint64)
         total = cuda.local.array(4, types.float32)
         for k in range(4):
             total[k] = types.float32(0.0)
-        # Loops of known length are unrolled: each place is written once here, to be compiled soon.
-        if world_size == 2:
-            by = types.float32(1.0) / types.float32(divisor)  # 1 or 2: the product is exact, too
-            while offset < end:
-                for k in range(2 * _UNROLLED):
-                    place = offset + (k >> 1) * step
-                    is_there = types.uint32(1) if place < end else types.uint32(0)
-                    vector = ptx.load_vector_if(buffer + (k & 1) * region_nbytes + place, is_there)
-                    words[2 * k] = vector[0]
-                    words[2 * k + 1] = vector[1]
-                for k in range(_UNROLLED):
-                    for half in range(2):
-                        for peer in range(2):
-                            add(total, words[4 * k + 2 * peer + half], peer == 0)
-                        for each in range(per_word):
-                            total[each] = total[each] * by
-                        result[half] = pack(total[0], total[1], total[2], total[3])
-                    place = offset + k * step
-                    if place < end:
-                        ptx.store_vector(target + place, result[0], result[1])
-                offset += _UNROLLED * step
-        else:
-            while offset < end:
-                for peer in range(_MOST_RANKS):
-                    is_there = types.uint32(1) if peer < world_size else types.uint32(0)
-                    place = buffer + peer * region_nbytes + offset
-                    vector = ptx.load_vector_if(place, is_there)
-                    words[2 * peer] = vector[0]
-                    words[2 * peer + 1] = vector[1]
-                for half in range(2):
-                    for peer in range(_MOST_RANKS):
-                        if peer < world_size:
-                            add(total, words[2 * peer + half], peer == 0)
-                    _divide(total, per_word, divisor)
-                    result[half] = pack(total[0], total[1], total[2], total[3])
-                ptx.store_vector(target + offset, result[0], result[1])
-                offset += step
+        turn = types.int64(0)
+        while turn <= num_rounds:
+            if turn < num_rounds:
+                count = types.uint32(before + types.uint32(turn) + _ONE)
+                own = _slot_of(count, staging, slot_nbytes) + rank * region_nbytes
+                if is_aligned:
+                    _copy_aligned(own, source + chunk, size, low, high)
+                else:
+                    _copy_chunk(own, source + chunk, size)
+                _post_block(base, page_nbytes, rank, world_size, count, epoch, last)
+                chunk = _offset_of(turn + 1, chunk_nbytes)
+                size = max(min(nbytes - chunk, chunk_nbytes), 0) if turn + 1 < num_rounds else 0
+                more = size if is_aligned else types.int64(0)
+                _load_group(source + chunk, thread, more, low, high)
+            if turn > 0:
+                count = types.uint32(before + types.uint32(turn))
+                if not _await_blocks(
+                    base, page_nbytes, rank, world_size, count, epoch, status, timeout_ns
+                ):
+                    return
+                given = _slot_of(count, staging, slot_nbytes)
+                there = _offset_of(turn - 1, chunk_nbytes)
+                end = min(nbytes - there, chunk_nbytes)
+                to = target + there
+                offset = thread
+                # Loops of known length are unrolled: each place is written once here, to be
+                # compiled soon.
+                if world_size == 2:
+                    # 1 or 2: the product is exact, too
+                    by = types.float32(1.0) / types.float32(divisor)
+                    while offset < end:
+                        for k in range(2 * _UNROLLED):
+                            place = offset + (k >> 1) * step
+                            is_there = types.uint32(1) if place < end else types.uint32(0)
+                            place += given + (k & 1) * region_nbytes
+                            vector = ptx.load_vector_if(place, is_there)
+                            words[2 * k] = vector[0]
+                            words[2 * k + 1] = vector[1]
+                        for k in range(_UNROLLED):
+                            for half in range(2):
+                                for peer in range(2):
+                                    add(total, words[4 * k + 2 * peer + half], peer == 0)
+                                for each in range(per_word):
+                                    total[each] = total[each] * by
+                                result[half] = pack(total[0], total[1], total[2], total[3])
+                            place = offset + k * step
+                            if place < end:
+                                _store_result(to + place, result[0], result[1])
+                        offset += _UNROLLED * step
+                else:
+                    while offset < end:
+                        for peer in range(_MOST_RANKS):
+                            is_there = types.uint32(1) if peer < world_size else types.uint32(0)
+                            place = given + peer * region_nbytes + offset
+                            vector = ptx.load_vector_if(place, is_there)
+                            words[2 * peer] = vector[0]
+                            words[2 * peer + 1] = vector[1]
+                        for half in range(2):
+                            for peer in range(_MOST_RANKS):
+                                if peer < world_size:
+                                    add(total, words[2 * peer + half], peer == 0)
+                            _divide(total, per_word, divisor)
+                            result[half] = pack(total[0], total[1], total[2], total[3])
+                        _store_result(to + offset, result[0], result[1])
+                        offset += step
+            turn += 1
 
     return body
 

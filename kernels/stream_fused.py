@@ -1,6 +1,7 @@
-"""An all-gather or a sum of few bytes in one launch, for ranks that have a GPU each.
+"""An all-gather or a sum in one launch, for ranks that have a GPU each, and how it is cut.
 
-Ranks that share a device must not use these: a kernel that waits keeps the other from running.
+Ranks that share a device must not use these: a kernel that waits keeps the other from running. How
+blocks meet, and why nothing is overwritten too early: see ``tpspan.kernels.device_fused``.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ from dataclasses import dataclass
 
 from tpspan.kernels.compile import kernel
 
-# More than saturate the link: they also stage and add. One on each multiprocessor costs nothing
-# when few bytes are to be moved, for blocks meet at the same time.
+# All of them must run at the same time: no more than a GPU has multiprocessors. More than saturate
+# the link: they also stage and add.
 FUSED_BLOCKS = 64
+# A block moves so much at once; of more it moves so much in a round. While one chunk crosses the
+# link the next is staged, but a round costs two to three microseconds beside that.
+ONE_ROUND_NBYTES = 64 << 10
+ROUND_NBYTES = 64 << 10
+_NUM_SLOTS = 4  # of a block, as the kernels count them
 _NUM_THREADS = 512
 _SMALLEST_CHUNK_NBYTES = 1024
 _VECTOR_NBYTES = 16
 _SUMS = {"float32": "fused_sum_f32", "bfloat16": "fused_sum_bf16", "float16": "fused_sum_f16"}
 FUSED_SUM_DTYPES = tuple(_SUMS)
 FUSED_KERNELS = ("fused_gather", *_SUMS.values())
+FUSED_COUNTS = 2 * FUSED_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -26,12 +33,13 @@ class FusedPlace:
     """Where ranks stage and meet, and who this one is.
 
     Attributes:
-        staging, region_nbytes: rank p's two buffers fill the region at
-            ``staging + p * region_nbytes``.
+        staging, region_nbytes: rank p stages in the region at ``staging + p * region_nbytes``. It
+            is at least ``fused_region_nbytes()``, whatever the size of a call.
         base, page_nbytes: a board of counters (tpspan.kernels.board), of which the first
             ``FUSED_BLOCKS`` slots belong to these kernels alone.
         rank, world_size: this rank.
-        epochs: ``FUSED_BLOCKS`` 32-bit counts in this rank's device memory.
+        epochs: ``FUSED_COUNTS`` 32-bit words in this rank's device memory, zeros at first: a count
+            for each block, then a mark for each that has given up.
         status: ``world_size`` 32-bit words of pinned host memory; word p is set if rank p is late.
         timeout_ns: how long a kernel waits.
         device: index of the device.
@@ -76,7 +84,8 @@ def fused_sum(
 
     Args:
         dtype: one of ``FUSED_SUM_DTYPES``.
-        target, source, nbytes: multiples of 16, but for a source that is not the target.
+        target, source: of any alignment.
+        nbytes: a multiple of 16.
         divisor: 1 for a sum, ``world_size`` for the mean.
     """
     arguments = _sum_arguments(place, target, source, nbytes, divisor)
@@ -91,10 +100,18 @@ def plan_fused_sum(
     return kernel(_SUMS[dtype], place.device).bind(FUSED_BLOCKS, _NUM_THREADS, *arguments)
 
 
-def fused_chunk_nbytes(nbytes: int) -> int:
-    """One chunk a block, in whole vectors."""
-    even = -(-nbytes // FUSED_BLOCKS)
-    return max(-(-even // _VECTOR_NBYTES) * _VECTOR_NBYTES, _SMALLEST_CHUNK_NBYTES)
+def fused_rounds(nbytes: int) -> tuple[int, int]:
+    """In how many rounds so many bytes are moved, and the chunk of a block, in whole vectors."""
+    per_block = -(-nbytes // FUSED_BLOCKS)
+    num_rounds = 1 if per_block <= ONE_ROUND_NBYTES else -(-per_block // ROUND_NBYTES)
+    even = -(-per_block // num_rounds)
+    chunk = -(-even // _VECTOR_NBYTES) * _VECTOR_NBYTES
+    return num_rounds, max(chunk, _SMALLEST_CHUNK_NBYTES)
+
+
+def fused_region_nbytes() -> int:
+    """How much memory of each rank is staged in."""
+    return _NUM_SLOTS * FUSED_BLOCKS * _slot_nbytes()
 
 
 def _gather_arguments(place: FusedPlace, target: int, source: int, nbytes: int) -> tuple[int, ...]:
@@ -102,9 +119,10 @@ def _gather_arguments(place: FusedPlace, target: int, source: int, nbytes: int) 
         target,
         source,
         nbytes,
-        _checked_chunk(place, nbytes),
+        *_cut(place, nbytes),
         place.staging,
         place.region_nbytes,
+        _slot_nbytes(),
         place.base,
         place.page_nbytes,
         place.rank,
@@ -122,9 +140,10 @@ def _sum_arguments(
         target,
         source,
         nbytes,
-        _checked_chunk(place, nbytes),
+        *_cut(place, nbytes),
         place.staging,
         place.region_nbytes,
+        _slot_nbytes(),
         place.base,
         place.page_nbytes,
         place.rank,
@@ -136,7 +155,15 @@ def _sum_arguments(
     )
 
 
-def _checked_chunk(place: FusedPlace, nbytes: int) -> int:
-    if not 0 <= nbytes <= place.region_nbytes // 2:
-        raise ValueError(f"{nbytes} bytes a rank; there is room for {place.region_nbytes // 2}")
-    return fused_chunk_nbytes(nbytes)
+def _cut(place: FusedPlace, nbytes: int) -> tuple[int, int]:
+    """The chunk and the number of rounds."""
+    if nbytes < 0:
+        raise ValueError(f"{nbytes} bytes a rank")
+    if place.region_nbytes < fused_region_nbytes():
+        raise ValueError(f"{place.region_nbytes} bytes to stage in; {fused_region_nbytes()} needed")
+    num_rounds, chunk_nbytes = fused_rounds(nbytes)
+    return chunk_nbytes, num_rounds
+
+
+def _slot_nbytes() -> int:
+    return max(ONE_ROUND_NBYTES, ROUND_NBYTES)

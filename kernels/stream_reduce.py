@@ -9,6 +9,9 @@ from tpspan.kernels.chunks import NUM_BLOCKS, chunk_nbytes_for
 from tpspan.kernels.compile import kernel
 
 _NUM_THREADS = 512
+# A thread of a sum has one load of each rank under way, which takes a microsecond or two over the
+# link: two blocks on every multiprocessor of a large GPU keep 2 MiB under way.
+SUM_BLOCKS = 256
 _VECTOR_NBYTES = 16
 _KERNELS = {"float32": ("sum_f32", 4), "bfloat16": ("sum_bf16", 2), "float16": ("sum_f16", 2)}
 DEVICE_SUM_DTYPES = tuple(_KERNELS)
@@ -69,7 +72,7 @@ def device_sum(
     *,
     device: int,
     stream: int,
-    num_blocks: int = NUM_BLOCKS,
+    num_blocks: int = SUM_BLOCKS,
 ) -> None:
     """Add a source of every rank, in the order of the ranks, in fp32, and divide the sum.
 

@@ -109,6 +109,8 @@ class Play:
 
     Args:
         edit: replaces text of the kernels' sources: a test of the test.
+        is_slow: threads whose turn comes once in ``seldom`` times, as long as others have something
+            to do.
     """
 
     def __init__(
@@ -117,7 +119,10 @@ class Play:
         seed: int,
         edit: Sequence[tuple[str, str]] = (),
         nbytes: int = 1 << 20,
+        is_slow: Callable[[Thread], bool] = lambda thread: False,
+        seldom: int = 20,
     ) -> None:
+        self._is_slow, self._seldom = is_slow, seldom
         self.chance = random.Random(seed)
         self.memory = np.zeros(nbytes, np.uint8)
         self.base = 1 << 32
@@ -132,6 +137,7 @@ class Play:
         self._left: dict[int, int] = {}
         self._passed: dict[tuple[int, int], set[int]] = {}
         self._waiting: dict[tuple[int, int], list[Thread]] = {}
+        self._votes: dict[tuple[Launch, int, int, int], int] = {}
         self._pending: list[Store] = []
         self._steps = 0
         self._clock = 0
@@ -215,6 +221,7 @@ class Play:
         for store in [one for one in self._pending if one.rank == rank]:
             if not store.outlives_kernel and store in self._pending:
                 self._arrive(store)
+        self._steps = 0
         thread.launch.done()
         self._start_next([rank])
 
@@ -227,6 +234,9 @@ class Play:
                 for other in self._running:
                     other.turn.release()
             return False
+        quick = [one for one in ready if not self._is_slow(one)]
+        if len(quick) < len(ready) and self.chance.randrange(self._seldom):
+            ready = quick or ready
         self.chance.choice(ready).turn.release()
         return True
 
@@ -251,6 +261,14 @@ class Play:
         if len(waiting) == thread.launch.num_threads:
             waiting.clear()
         self._step()
+
+    def _barrier_or(self, predicate: Any) -> int:
+        """A barrier whose threads all learn whether the predicate holds for one of them."""
+        thread: Thread = self._here.thread
+        ballot = (thread.launch, thread.rank, thread.block, thread.num_barriers)
+        self._votes[ballot] = self._votes.get(ballot, 0) | int(bool(predicate))
+        self._barrier()
+        return self._votes[ballot]
 
     # memory
 
@@ -412,6 +430,7 @@ class Play:
             blockDim=shape("num_threads"),
             gridDim=shape("num_blocks"),
             syncthreads=self._barrier,
+            syncthreads_or=self._barrier_or,
             local=SimpleNamespace(array=lambda number, kind: [kind(0)] * number),
         )
         return SimpleNamespace(

@@ -9,7 +9,15 @@ import torch
 
 from tpspan.kernels.host_exchange import host_pull
 from tpspan.kernels.host_reduce import HOST_SUM_DTYPES, host_sum
-from tpspan.kernels.stream_fused import FUSED_BLOCKS, FusedPlace, fused_gather, plan_fused_sum
+from tpspan.kernels.stream_fused import (
+    FUSED_BLOCKS,
+    FUSED_COUNTS,
+    FusedPlace,
+    fused_gather,
+    fused_region_nbytes,
+    fused_rounds,
+    plan_fused_sum,
+)
 from tpspan.kernels.stream_reduce import DEVICE_SUM_DTYPES, device_sum, pull
 
 NUMELS = (1, 7, 8, 4095, 4096, 4097, 100_003)
@@ -166,13 +174,13 @@ def test_device_pull_takes_pieces(stream: int, piece: int, total: int, num_piece
 
 def test_fused_calls_of_one_rank(stream: int) -> None:
     """With nobody to wait for they copy and add; how ranks meet needs several GPUs."""
-    staging = torch.zeros(2 << 20, dtype=torch.uint8).cuda()
+    staging = torch.zeros(fused_region_nbytes(), dtype=torch.uint8).cuda()
     board = torch.zeros(FUSED_BLOCKS * 64, dtype=torch.uint8).cuda()
-    epochs = torch.zeros(FUSED_BLOCKS, dtype=torch.int32).cuda()
+    epochs = torch.zeros(FUSED_COUNTS, dtype=torch.int32).cuda()
     status = torch.zeros(1, dtype=torch.int32).pin_memory()
     place = FusedPlace(
         staging.data_ptr(),
-        2 << 20,
+        len(staging),
         board.data_ptr(),
         2 << 20,
         0,
@@ -182,12 +190,16 @@ def test_fused_calls_of_one_rank(stream: int) -> None:
         10**9,
         0,
     )
-    for turn, numel in enumerate((8, 1000, 200_000), start=1):
-        x = torch.randn(numel).bfloat16().cuda()
-        out = torch.empty_like(x)
-        fused_gather(place, out.data_ptr(), x.data_ptr(), numel * 2, stream)
-        assert out.equal(x)
-        plan_fused_sum(place, "bfloat16", out.data_ptr(), x.data_ptr(), numel * 2, 2)(stream)
-        assert out.equal((x.float() / 2).bfloat16())
-        assert bool((epochs == 2 * turn).all())
+    num_rounds = 0
+    for numel in (8, 1000, 200_000, 9_000_008):
+        for shift in (0, 1):
+            x = torch.randn(numel + shift).bfloat16().cuda()[shift:]
+            out = torch.empty(numel + shift, dtype=torch.bfloat16).cuda()[shift:]
+            fused_gather(place, out.data_ptr(), x.data_ptr(), numel * 2, stream)
+            assert out.equal(x)
+            plan_fused_sum(place, "bfloat16", out.data_ptr(), x.data_ptr(), numel * 2, 2)(stream)
+            assert out.equal((x.float() / 2).bfloat16())
+            num_rounds += 2 * fused_rounds(numel * 2)[0]
+            assert bool((epochs[:FUSED_BLOCKS] == num_rounds).all())
+    assert not bool(epochs[FUSED_BLOCKS:].any())
     assert int(status) == 0

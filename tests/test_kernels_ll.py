@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +17,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernel_play import KERNELS, Fault, Launch, Play
+from kernel_play import KERNELS, Fault, Launch, Play, Thread
 from tpspan.kernels import stream_fused, stream_ll
 from tpspan.kernels.board import LINE_NBYTES
 from tpspan.kernels.compile import DeviceKernel
-from tpspan.kernels.stream_fused import FUSED_BLOCKS, FusedPlace, fused_chunk_nbytes
+from tpspan.kernels.stream_fused import (
+    FUSED_BLOCKS,
+    ONE_ROUND_NBYTES,
+    ROUND_NBYTES,
+    FusedPlace,
+    fused_region_nbytes,
+    fused_rounds,
+)
 from tpspan.kernels.stream_ll import (
     LL_BLOCKS,
     LL_CAPACITY_NBYTES,
@@ -35,7 +43,8 @@ LONG_NS = 10**15
 NUM_BLOCKS, NUM_THREADS = 2, 3
 SLOT_NBYTES = 64
 CAPACITY_NBYTES = NUM_BLOCKS * SLOT_NBYTES // 2
-STAGED_NBYTES = 512
+STAGED_NBYTES = 64  # of a block in a round
+MOST_ROUNDS = 6
 REFRESH = 1 << 30
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -58,11 +67,20 @@ def test_slots_fill_a_region() -> None:
         assert f"_MOST_RANKS = {LL_MOST_RANKS}\n" in (KERNELS / f"{name}.py").read_text()
 
 
-@given(st.integers(0, 4 << 20))
-def test_chunks_of_bytes_cover_a_call(nbytes: int) -> None:
-    chunk = fused_chunk_nbytes(nbytes)
-    assert chunk * FUSED_BLOCKS >= nbytes and chunk % 16 == 0
-    assert (chunk - 16) * FUSED_BLOCKS < nbytes or chunk == 1024, "no larger than it must be"
+@given(st.one_of(st.integers(0, 9 << 20), st.integers(0, 1 << 40)))
+def test_rounds_of_chunks_cover_a_call_and_fit_their_slots(nbytes: int) -> None:
+    num_rounds, chunk = fused_rounds(nbytes)
+    slot = fused_region_nbytes() // (4 * FUSED_BLOCKS)
+    assert num_rounds * chunk * FUSED_BLOCKS >= nbytes and chunk % 16 == 0
+    assert 1 <= num_rounds and chunk <= slot and slot % 16 == 0
+    assert (num_rounds == 1) == (nbytes <= ONE_ROUND_NBYTES * FUSED_BLOCKS)
+    is_even = (chunk - 16) * FUSED_BLOCKS * num_rounds < nbytes
+    assert is_even or chunk == 1024, "no larger than it must be"
+    assert num_rounds == 1 or (num_rounds - 1) * ROUND_NBYTES * FUSED_BLOCKS < nbytes
+
+
+def test_every_block_can_run_at_the_same_time() -> None:
+    assert FUSED_BLOCKS <= 132, "the multiprocessors of an H100"
 
 
 def test_a_bound_launch_keeps_its_arguments() -> None:
@@ -119,7 +137,7 @@ def test_kernels_get_what_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((stream_ll, "device_ll"), (stream_fused, "device_fused")):
         monkeypatch.setattr(module, "kernel", lambda kind, device, name=name: Recorder(kind, name))
     words = LLPlace(*range(30, 38))
-    staged = FusedPlace(30, 1 << 20, *range(32, 40))
+    staged = FusedPlace(30, fused_region_nbytes(), *range(32, 40))
     call = (10, 11, 3200)
     RECORDED.clear()
     stream_ll.ll_gather(words, *call, 99)
@@ -142,7 +160,8 @@ def test_kernels_get_what_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
         if is_words:
             expected |= {"chunk": 32, "slot_nbytes": LL_SLOT_NBYTES, "num_blocks": LL_BLOCKS}
         else:
-            expected |= {"chunk_nbytes": 1024, "num_blocks": FUSED_BLOCKS}
+            expected |= {"chunk_nbytes": 1024, "num_rounds": 1, "num_blocks": FUSED_BLOCKS}
+            expected["slot_nbytes"] = fused_region_nbytes() // (4 * FUSED_BLOCKS)
         threads = got.pop("num_threads")
         assert threads % 32 == 0 and threads >= LL_MOST_RANKS
         del expected["device"]
@@ -153,7 +172,7 @@ def test_kernels_get_what_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calls_that_do_not_fit_are_refused(nbytes: int) -> None:
     with pytest.raises(ValueError, match="there is room for"):
         stream_ll.ll_gather(LLPlace(0, 0, 0, 2, 0, 0, 0, 0), 0, 0, nbytes, 0)
-    with pytest.raises(ValueError, match="there is room for"):
+    with pytest.raises(ValueError, match="-1 bytes|bytes to stage in"):
         stream_fused.fused_gather(FusedPlace(0, 256, *[0] * 8), 0, 0, nbytes, 0)
 
 
@@ -181,9 +200,11 @@ class Stage:
         start: int = 0,
         edit: Sequence[tuple[str, str]] = (),
         timeout_ns: int = LONG_NS,
+        is_slow: Callable[[Thread], bool] = lambda thread: False,
+        seldom: int = 20,
     ) -> None:
         self.size, self.timeout_ns = world_size, timeout_ns
-        self.play = play = Play(world_size, seed, edit)
+        self.play = play = Play(world_size, seed, edit, is_slow=is_slow, seldom=seldom)
         self.chance = random.Random(seed)
 
         def regions(nbytes: int) -> int:
@@ -194,12 +215,10 @@ class Stage:
         self.region_nbytes: list[int] = []
         self.words = regions(2 * world_size * NUM_BLOCKS * SLOT_NBYTES)
         self.board = regions(NUM_BLOCKS * world_size * LINE_NBYTES)
-        self.staging = regions(2 * STAGED_NBYTES - 64)  # with what is left around it
-        assert self.region_nbytes[2] == 2 * STAGED_NBYTES
-        for one in play.ranges[-world_size:]:
-            one.end += 64
+        self.staging = regions(4 * NUM_BLOCKS * STAGED_NBYTES)
         self.status = [play.allocate(rank, 4 * world_size) for rank in range(world_size)]
-        self.epochs = [play.allocate(rank, 8 * NUM_BLOCKS) for rank in range(world_size)]
+        # Counts of words, counts of rounds, and who has given up.
+        self.epochs = [play.allocate(rank, 12 * NUM_BLOCKS) for rank in range(world_size)]
         for rank in range(world_size):
             counts = play.view(self.epochs[rank], 8 * NUM_BLOCKS).view(np.uint32)
             counts[:] = start & 0xFFFF_FFFF
@@ -210,9 +229,14 @@ class Stage:
 
     def random_call(self) -> Call:
         kind = self.chance.choice(["ll_gather", "ll_sum", "ll_sum", "fused_gather", "fused_sum"])
-        limit = CAPACITY_NBYTES if kind.startswith("ll") else STAGED_NBYTES
+        return self.random_call_of(kind)
+
+    def random_call_of(self, kind: str) -> Call:
+        is_words = kind.startswith("ll")
+        limit = CAPACITY_NBYTES if is_words else MOST_ROUNDS * NUM_BLOCKS * STAGED_NBYTES
+        border = limit if is_words else self.chance.randint(1, MOST_ROUNDS) * limit // MOST_ROUNDS
         nbytes = self.chance.choice(
-            [0, 1, 7, 8, 9, limit - 1, limit, self.chance.randint(0, limit)]
+            [0, 1, 7, 8, 9, border - 1, border, self.chance.randint(0, limit)]
         )
         if not kind.endswith("sum"):
             return Call(kind, nbytes)
@@ -224,8 +248,9 @@ class Stage:
     def add(self, call: Call, ranks: Sequence[int] | None = None) -> None:
         """Put a call at the end of the queues."""
         sources = [self._source(call) for _ in range(self.size)]
+        chunk = 16 * self.chance.randint(1, STAGED_NBYTES // 16)
         for rank in range(self.size) if ranks is None else ranks:
-            self._add(call, rank, sources)
+            self._add(call, rank, sources, chunk)
 
     def late(self, rank: int) -> list[int]:
         return self.play.view(self.status[rank], 4 * self.size).view(np.uint32).tolist()
@@ -237,13 +262,13 @@ class Stage:
         values = [self.chance.uniform(-2, 2) for _ in range(call.nbytes // dtype.itemsize)]
         return raw(torch.tensor(values).to(dtype))
 
-    def _add(self, call: Call, rank: int, sources: list[bytes]) -> None:
+    def _add(self, call: Call, rank: int, sources: list[bytes], staged: int) -> None:
         nbytes, play = call.nbytes, self.play
         is_words = call.kind.startswith("ll")
         unit = DTYPES[call.kind.rpartition("_")[2]].itemsize if call.is_sum else 1
         shift = self.chance.choice([0, self.chance.randrange(0, 16, unit)])
         length = nbytes if call.is_sum else self.size * nbytes
-        target_shift = 0 if call.is_sum and not is_words else self.chance.choice([0, shift])
+        target_shift = self.chance.choice([0, shift])
         target = play.allocate(rank, length + 16, shift=target_shift)
         own = target if call.is_sum else target + rank * nbytes
         is_in_place = self.chance.random() < 0.5
@@ -265,17 +290,24 @@ class Stage:
         sizes = (self.size, call.divisor) if call.is_sum else (self.size,)
         ends = (self.status[rank], self.timeout_ns)
         arguments: tuple[int, ...]
+        place: tuple[int, ...]
         if is_words:
             chunk = max(-(-nbytes // (8 * NUM_BLOCKS)), 1)
             place = (self.words, self.region_nbytes[0], SLOT_NBYTES, rank, *sizes)
             arguments = (target, source, nbytes, chunk, *place, self.epochs[rank], *ends)
         else:
-            chunk = max(-(-nbytes // (16 * NUM_BLOCKS)) * 16, 16)
-            place = (self.staging, self.region_nbytes[2], self.board, self.region_nbytes[1], rank)
+            num_rounds = max(-(-nbytes // (NUM_BLOCKS * staged)), 1)
+            place = (self.staging, self.region_nbytes[2], STAGED_NBYTES, self.board)
+            place = (*place, self.region_nbytes[1], rank)
             epochs = self.epochs[rank] + 4 * NUM_BLOCKS
-            arguments = (target, source, nbytes, chunk, *place, *sizes, epochs, *ends)
-        expecting: Callable[[], None] = check if self.timeout_ns == LONG_NS else lambda: None
-        play.queues[rank].append(Launch(call.kind, NUM_BLOCKS, NUM_THREADS, arguments, expecting))
+            arguments = (target, source, nbytes, staged, num_rounds, *place, *sizes, epochs, *ends)
+
+        def expecting() -> None:
+            if not any(self.late(rank)):
+                check()
+
+        num_threads = max(NUM_THREADS, self.size)
+        play.queues[rank].append(Launch(call.kind, NUM_BLOCKS, num_threads, arguments, expecting))
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -316,11 +348,7 @@ BREAKS = {
         "(pair[0] >> _HALF) == (tag >> _HALF) and (pair[1] >> _HALF)",
         "(pair[0] >> _HALF)",
     ),
-    "one buffer": (
-        "device_fused",
-        "types.int64(count & _ONE) * (region_nbytes",
-        "0 * (region_nbytes",
-    ),
+    "one slot of bytes": ("device_fused", "types.int64(count & _SLOT_MASK)", "0"),
     "no fence": ("device_fused", "        ptx.fence_system()\n", ""),
     "no barrier": ("device_fused", "    cuda.syncthreads()  # it has", "    0  # it has"),
 }
@@ -337,6 +365,93 @@ def test_the_play_finds_what_is_broken(name: str) -> None:
             for turn in range(12):
                 stage.add(Call(kind, 0 if "empty" in name and turn % 2 else 60))
             stage.play.run()
+
+
+def slow(world_size: int, seed: int) -> dict[str, Any]:
+    """Who is slow: all of a rank, then one thread of it, then the next, then nobody."""
+    rank, which = seed % world_size, seed // world_size % (NUM_THREADS + 2)
+    if which == 0:
+        return {"is_slow": lambda thread: thread.rank == rank}
+    return {"is_slow": lambda thread: thread.rank == rank and thread.index == which - 1}
+
+
+@pytest.mark.parametrize("kind", ["fused_gather", "fused_sum"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_invariant_6_rounds_of_slow_readers_and_writers(world_size: int, kind: str) -> None:
+    """Calls of many rounds right behind each other; slots are taken in turn through all of them."""
+    for seed in range(3 * world_size):
+        stage = Stage(world_size, seed, start=(0, -9)[seed // 2 % 2], **slow(world_size, seed))
+        for _ in range(4):
+            stage.add(stage.random_call_of(kind))
+        stage.play.run()
+        assert all(not any(stage.late(rank)) for rank in range(world_size))
+        for rank in range(world_size):
+            counts = stage.play.view(stage.epochs[rank] + 4 * NUM_BLOCKS, 8 * NUM_BLOCKS)
+            rounds, marks = counts.view(np.uint32).reshape(2, NUM_BLOCKS).tolist()
+            assert len(set(rounds)) == 1 and not any(marks)
+
+
+ROUND_BREAKS = {
+    "three slots": ("types.int64(count & _SLOT_MASK)", "types.int64(int(count) % 3)"),
+    "two slots": ("_SLOT_MASK = types.uint32(3)", "_SLOT_MASK = types.uint32(1)"),
+    "no wait": ("if not _comes(own, count, timeout_ns)", "if False"),
+    "a wait for the round before": ("_comes(own, count,", "_comes(own, count - _ONE,"),
+    "no barrier before a post": ("    cuda.syncthreads()  # it has", "    0  # it has"),
+}
+
+
+@pytest.mark.parametrize("name", ROUND_BREAKS)
+@pytest.mark.parametrize("kind", ["fused_gather", "fused_sum_f32"])
+def test_the_play_finds_broken_rounds(name: str, kind: str) -> None:
+    """The same calls are right in a play of the kernels as they are."""
+    old, new = ROUND_BREAKS[name]
+    assert old in (KERNELS / "device_fused.py").read_text()
+
+    def play(seed: int, edit: list[tuple[str, str]]) -> None:
+        stage = Stage(2, seed, edit=edit, **slow(2, seed))
+        for _ in range(3):
+            stage.add(Call(kind, MOST_ROUNDS * NUM_BLOCKS * STAGED_NBYTES))
+        stage.play.run()
+
+    play(0, [])
+    with pytest.raises((Fault, AssertionError)):
+        for seed in range(30):
+            play(seed, [(old, new)])
+
+
+def num_late(kind: str, edit: Sequence[tuple[str, str]] = ()) -> int:
+    """Plays in which a rank may come too late: who gave up. Who did not must have right results."""
+    found = 0
+    for seed in range(12):
+        patience = random.Random(seed).choice([0, 100, 300, 1000])
+        stage = Stage(2, seed, edit=edit, timeout_ns=patience, **slow(2, seed % 2), seldom=200)
+        for _ in range(4):
+            stage.add(Call(kind, 4 * NUM_BLOCKS * STAGED_NBYTES))
+        stage.play.run()
+        found += sum(any(stage.late(rank)) for rank in range(2))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fused_gather", "fused_sum_bf16"])
+def test_invariant_9_who_comes_too_late_reads_what_it_should_or_finds_out(kind: str) -> None:
+    assert num_late(kind) > 4
+
+
+LATE_BREAKS = {
+    "a block goes on": (
+        "return cuda.syncthreads_or(is_late) == 0",
+        "return not cuda.syncthreads()",
+    ),
+    "later launches go on": ("ptx.load_count(_mark_of(epoch)) != _NONE", "False"),
+}
+
+
+@pytest.mark.parametrize("name", LATE_BREAKS)
+def test_the_play_finds_who_goes_on_without_others(name: str) -> None:
+    old, new = LATE_BREAKS[name]
+    assert old in (KERNELS / "device_fused.py").read_text()
+    with pytest.raises(AssertionError):
+        num_late("fused_gather", [(old, new)])
 
 
 def test_a_flag_from_one_round_ago_is_not_mistaken() -> None:

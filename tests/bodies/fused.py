@@ -1,4 +1,4 @@
-"""Small calls in one launch: any size, dtype, alignment and order, graphs, and late ranks."""
+"""Calls in one launch: any size, dtype, alignment and order, graphs, and late ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from bodies.common import failure, finish, gather, short_lived
-from tpspan.distributed.fused import GATHER_NBYTES, LL_NBYTES, Fused, sum_limit_nbytes
+from tpspan.distributed.fused import LL_NBYTES, Fused, sum_limit_nbytes
 from tpspan.errors import PeerError
 from tpspan.kernels.compile import prepare
-from tpspan.kernels.stream_fused import FUSED_KERNELS
+from tpspan.kernels.stream_fused import FUSED_BLOCKS, FUSED_KERNELS, ONE_ROUND_NBYTES, ROUND_NBYTES
 from tpspan.kernels.stream_ll import LL_KERNELS
 from tpspan.launch.world import World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 255, 256, 257, 1023, 1024, 1025]
+ONE_ROUND = FUSED_BLOCKS * ONE_ROUND_NBYTES
+ROUND = FUSED_BLOCKS * ROUND_NBYTES
 SHIFTS = ((0, 0), (1, 0), (0, 3), (4, 4), (8, 12), (2, 14))
 
 
@@ -125,16 +127,13 @@ def one_sum(
 def every_size(world: World) -> None:
     """Sizes around every limit, at every kind of alignment."""
     with small_calls(world) as fused:
-        limits = around(4096, LL_NBYTES, 256 << 10, 512 << 10, 1 << 20, GATHER_NBYTES)
+        limits = around(4096, LL_NBYTES, 256 << 10, 512 << 10, 1 << 20, 2 << 20)
         for turn, nbytes in enumerate(SMALL + limits):
-            if not fused.serves_gather(nbytes):
-                assert nbytes > GATHER_NBYTES
-                continue
             for shifts in SHIFTS:
                 for in_place in (False, True):
                     wrong = int(one_gather(fused, world, nbytes, turn, shifts, in_place))
                     assert not wrong, ("gather", nbytes, shifts, in_place, wrong)
-        most = sum_limit_nbytes(world.world_size)
+        most = min(sum_limit_nbytes(world.world_size), 4 << 20)
         limits = around(4096, LL_NBYTES, 256 << 10, 1 << 20, most)
         for dtype in DTYPES:
             for turn, nbytes in enumerate(SMALL + limits):
@@ -147,6 +146,21 @@ def every_size(world: World) -> None:
                         assert not wrong, (dtype, nbytes, shift, divisor, wrong)
 
 
+def large(world: World) -> None:
+    """Calls of several rounds, at every kind of alignment; also sizes that other ways are for."""
+    sizes = around(ONE_ROUND, ONE_ROUND + ROUND, 4 * ROUND)
+    with small_calls(world) as fused:
+        for turn, nbytes in enumerate([*sizes, 7 * ROUND + 48]):
+            for shifts in ((0, 0), (1, 0), (0, 8), (2, 14)):
+                wrong = int(one_gather(fused, world, nbytes, turn, shifts, turn % 2 == 0))
+                assert not wrong, ("gather", nbytes, shifts, wrong)
+            dtype, divisor = DTYPES[turn % 3], (1, world.world_size)[turn % 2]
+            for shift in (0, 1, 4):
+                numel = nbytes // 16 * 16 // dtype.itemsize
+                wrong = int(one_sum(fused, world, numel, turn, dtype, shift, divisor))
+                assert not wrong, (dtype, nbytes, shift, divisor, wrong)
+
+
 def mixed(world: World, num_calls: int, seed: int = 0) -> None:
     """Calls of all kinds and sizes, queued one behind the other."""
     dice = random.Random(seed)
@@ -155,7 +169,9 @@ def mixed(world: World, num_calls: int, seed: int = 0) -> None:
         for turn in range(num_calls):
             nbytes = max(int(2 ** dice.uniform(0, 21)), 1)
             if dice.random() < 0.3:
-                nbytes = dice.choice([LL_NBYTES, LL_NBYTES + 16, LL_NBYTES - 3, GATHER_NBYTES])
+                nbytes = dice.choice([LL_NBYTES, LL_NBYTES + 16, LL_NBYTES - 3, 2 << 20])
+            if dice.random() < 0.05:
+                nbytes = dice.randrange(2 << 20, 4 * ROUND)
             dtype, shifts, in_place = dice.choice(DTYPES), dice.choice(SHIFTS), dice.random() < 0.5
             divisor, is_sum = dice.choice([1, world.world_size]), dice.random() < 0.5
             numel = nbytes // 16 * 16 // dtype.itemsize if nbytes > 64 else 1 + nbytes
@@ -173,7 +189,7 @@ def in_flight(world: World, num_calls: int) -> None:
     """Planned calls right behind each other: nothing between them holds a fast rank back."""
     size, rank, device = world.world_size, world.rank, world.device
     with small_calls(world) as fused:
-        for nbytes in (16, 4096, LL_NBYTES, LL_NBYTES + 16, 1 << 20):
+        for nbytes in (16, 4096, LL_NBYTES, LL_NBYTES + 16, 1 << 20, 3 * ROUND + 16):
             counted = torch.zeros(nbytes // 4, device=device)
             out = torch.zeros(size, nbytes // 4, device=device)
             wrong = torch.zeros((), dtype=torch.int64, device=device)
@@ -206,6 +222,8 @@ def captured(world: World, num_replays: int) -> None:
         out = torch.empty(size, 1001, device=device)
         outs = torch.empty(size, LL_NBYTES, device=device)
         few, many = torch.empty(1001, device=device), torch.empty(LL_NBYTES, device=device)
+        most = torch.zeros(ROUND // 2 + 4, device=device)  # two rounds and a bit
+        every = torch.empty(size, len(most), device=device)
 
         def step() -> None:
             fused.gather(out.data_ptr(), x.data_ptr(), 4004, stream())
@@ -216,6 +234,8 @@ def captured(world: World, num_replays: int) -> None:
             many.copy_(large)
             fused.sum(many, 1, stream())
             fused.sum(large, 1, stream())
+            fused.gather(every.data_ptr(), most.data_ptr(), most.nbytes, stream())
+            fused.sum(most, 1, stream())
 
         step()
         finish(world)
@@ -228,10 +248,12 @@ def captured(world: World, num_replays: int) -> None:
         for turn in range(num_replays):
             x.fill_(rank + turn)
             large.fill_(rank - turn)
+            most.fill_(rank + turn)
             graph.replay()
             total = sum(range(size))
+            wrong += (every != ranks + turn).sum()
             wrong += (out != ranks + turn).sum() + (outs != ranks - turn).sum()
-            for tensor in (few, x):
+            for tensor in (few, x, most):
                 wrong += (tensor != total + size * turn).sum()
             for tensor in (many, large):
                 wrong += (tensor != total - size * turn).sum()

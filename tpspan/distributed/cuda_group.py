@@ -6,11 +6,11 @@ Streams. Calls of a group use its buffers in turn, so a stream waits for the str
 before. ``async_op`` runs on a side stream that first waits for the current one; the work's ``wait``
 makes the current stream wait for it.
 
-Who reads in which order: the right neighbour first, then on around. Small calls are one launch
-where every rank has a GPU (``Fused``); where ranks share one they go through host memory by copy
-engines (``Buffers``). Otherwise pieces are pulled by one kernel, or, if they are large and ranks
-share a GPU, by the copy engine, and no kernel waits for another rank: how a stream waits is the
-affair of ``tpspan.spans.signals``.
+Who reads in which order: the right neighbour first, then on around. Where every rank has a GPU,
+gathers and most sums are one launch (``Fused``); where ranks share one, small calls go through host
+memory by copy engines (``Buffers``). Otherwise pieces are pulled by one kernel, or, if they are
+large and ranks share a GPU, by the copy engine, and no kernel waits for another rank: how a stream
+waits is the affair of ``tpspan.spans.signals``.
 
 Reductions: see ``cuda_reduce``.
 

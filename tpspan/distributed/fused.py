@@ -1,8 +1,8 @@
-"""Small calls in one launch, where every rank has a GPU of its own.
+"""Calls in one launch, where every rank has a GPU of its own.
 
-Very small ones go in words that carry a flag (``tpspan.kernels.device_ll``); the others are staged,
-and their counters and two buffers of every rank are used in turn (``tpspan.kernels.device_fused``).
-Who may write which when is the kernels' affair; each way has memory and counts of its own.
+Very small ones go in words that carry a flag (``tpspan.kernels.device_ll``); the others are staged
+and read in rounds, by blocks that meet (``tpspan.kernels.device_fused``). Who may write which when
+is the kernels' affair; each way has memory and counts of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from tpspan.errors import PeerError
 from tpspan.kernels.compile import prepare
 from tpspan.kernels.stream_fused import (
-    FUSED_BLOCKS,
+    FUSED_COUNTS,
     FUSED_KERNELS,
     FUSED_SUM_DTYPES,
     FusedPlace,
     fused_gather,
+    fused_region_nbytes,
     fused_sum,
     plan_fused_gather,
     plan_fused_sum,
@@ -40,12 +41,16 @@ from tpspan.launch.world import World
 from tpspan.spans.board import Board
 from tpspan.spans.pages import Pages
 
+NO_LIMIT = 1 << 62
 # All of a rank. With words up to here: they are twice the bytes, but save a meeting. Two ranks sum
 # 128 KiB in 4.7 us instead of 6.1; with more ranks the bytes count more.
 LL_NBYTES = 128 << 10
-GATHER_NBYTES = 2 << 20
+# Of each rank; what is larger is staged ahead and pulled by copy engine.
+GATHER_NBYTES = NO_LIMIT
+# If it is no multiple of 16, targets of most ranks cannot be written in whole vectors.
+ODD_GATHER_NBYTES = 2 << 20
 # Everybody reads everything: of two ranks that is as much as a sum in two steps moves.
-_SUM_NBYTES = {2: 4 << 20}
+_SUM_NBYTES = {2: NO_LIMIT}
 _SUM_NBYTES_OF_MORE = 1 << 20
 _ALIGNMENT = 16
 _NAMES = {getattr(torch, name): name for name in FUSED_SUM_DTYPES}
@@ -59,7 +64,7 @@ def sum_limit_nbytes(world_size: int) -> int:
 
 
 class Fused:
-    """The small calls of one world. Collective to make, and to call.
+    """The calls in one launch of one world. Collective to make, and to call.
 
     Every decision for or against them must follow from what all ranks have in common.
     """
@@ -78,7 +83,7 @@ class Fused:
                 return made
 
             counters = pages(page)
-            staging = pages(2 * max(GATHER_NBYTES, self._sum_nbytes))
+            staging = pages(fused_region_nbytes())
             words = pages(words_nbytes)
             stream = torch.cuda.current_stream(world.device)
             for cleared in (counters, words):
@@ -89,7 +94,7 @@ class Fused:
                 stream.synchronize()
             self._undo = undo.pop_all()
         prepare(world.device.index, (*FUSED_KERNELS, *LL_KERNELS))
-        num_counts = FUSED_BLOCKS + LL_BLOCKS
+        num_counts = FUSED_COUNTS + LL_BLOCKS
         self._epochs = torch.zeros(num_counts, dtype=torch.int32, device=world.device)
         self._status = torch.zeros(world.world_size, dtype=torch.int32).pin_memory()
         self._status_bytes = memoryview(cast(Any, self._status.numpy())).cast("B")
@@ -112,7 +117,7 @@ class Fused:
             words.page_nbytes,
             world.rank,
             world.world_size,
-            self._epochs[FUSED_BLOCKS:].data_ptr(),
+            self._epochs[FUSED_COUNTS:].data_ptr(),
             self._status.data_ptr(),
             timeout_ns,
             world.device.index,
@@ -122,7 +127,7 @@ class Fused:
 
     def serves_gather(self, nbytes: int) -> bool:
         """Whether a gather of so many bytes of each rank is made here."""
-        return 0 < nbytes <= GATHER_NBYTES
+        return 0 < nbytes <= (ODD_GATHER_NBYTES if nbytes % _ALIGNMENT else GATHER_NBYTES)
 
     def serves_sum(self, nbytes: int, dtype: torch.dtype) -> bool:
         """Whether a sum of vectors of so many bytes is made here."""
@@ -150,34 +155,17 @@ class Fused:
         source, nbytes, name = tensor.data_ptr(), tensor.nbytes, _NAMES[tensor.dtype]
         if nbytes <= self._ll_nbytes:
             ll_sum(self._ll_place, name, source, source, nbytes, divisor, stream)
-            return
-        # Another rank's tensor may well be aligned: the way is the same, the result is moved.
-        result = tensor if not source % _ALIGNMENT else torch.empty_like(tensor)
-        fused_sum(self._place, name, result.data_ptr(), source, nbytes, divisor, stream)
-        if result is not tensor:
-            tensor.detach().copy_(result)
+        else:
+            fused_sum(self._place, name, source, source, nbytes, divisor, stream)
 
     def plan_sum(self, tensor: torch.Tensor, divisor: int) -> Callable[[int], None]:
-        """The same call, to be made many times on what is then the current stream.
-
-        The tensor must stay where it is.
-        """
+        """The same call, to be made many times on a stream; the tensor must stay where it is."""
         source, nbytes, name = tensor.data_ptr(), tensor.nbytes, _NAMES[tensor.dtype]
         if nbytes <= self._ll_nbytes:
             launch = plan_ll_sum(self._ll_place, name, source, source, nbytes, divisor)
-            return self._checked(launch)
-        kept = tensor.detach()
-        result = kept if not source % _ALIGNMENT else torch.empty_like(kept)
-        target = result.data_ptr()
-        launch = plan_fused_sum(self._place, name, target, source, nbytes, divisor)
-        if result is kept:
-            return self._checked(launch)
-
-        def launch_and_move(stream: int) -> None:
-            launch(stream)
-            kept.copy_(result)
-
-        return self._checked(launch_and_move)
+        else:
+            launch = plan_fused_sum(self._place, name, source, source, nbytes, divisor)
+        return self._checked(launch)
 
     def _checked(self, launch: Callable[[int], None]) -> Callable[[int], None]:
         """Behind the look for a late rank, which every call begins with."""
