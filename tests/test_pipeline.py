@@ -35,8 +35,14 @@ def test_training_in_more_stages(ranks: Ranks, name: str) -> None:
 @pytest.mark.ranks(2, launchers=("torchrun",))
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
 def test_with_a_block_for_every_microbatch(ranks: Ranks, name: str) -> None:
-    more = {"num_steps": 3, "fitted": False, "direct": None}
-    ranks.run("bodies.pipeline:trained_alike", name=name, leaks=False, **more)
+    body = "bodies.pipeline:trained_alike"
+    ranks.run(body, name=name, num_steps=3, fitted=False, direct=None, leaks=False)
+
+
+@pytest.mark.ranks(3, launchers=MPIRUN)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_last_gradients_may_go_first(ranks: Ranks, hooked: bool) -> None:
+    ranks.run("bodies.pipeline:split_last", hooked=hooked, leaks=False)
 
 
 @pytest.mark.ranks(2, 3, launchers=MPIRUN)

@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness import missing_launcher, rank_environment
 from harness.launchers import ROOT, run_script
+from tpspan.tools.bench.command import parser
 from tpspan.tools.bench.pipeline_floor import least_s
+from tpspan.tools.bench.pipeline_schedules import models
 from tpspan.tools.bench.pipeline_timeline import Stretch
 
 MPIRUN = pytest.mark.skipif(
@@ -71,12 +74,30 @@ def test_the_bench_trains_under_schedules(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())
-    assert found["schema"] == "tpspan-bench-pipeline-schedules/1"
+    assert found["schema"] == "tpspan-bench-pipeline-schedules/2"
+    (row,) = found["rows"]
+    assert (row["schedule"], row["hidden"], row["seq"]) == ("1f1b", 64, 8)
+    assert row["activation_nbytes"] == 64 * 8 * 4
+    assert min(row["theirs_ms"], row["ours_ms"], row["ratio"], row["computing"]) > 0
     shown = [(figure["group"], figure["name"]) for figure in found["figures"]]
     for group in ("a step of 1f1b", "bubble of 1f1b", "peak memory of 1f1b"):
         for whose in ("torch's stage, gloo", "hand-overs"):
             assert any(other.startswith(group) and name == whose for other, name in shown), shown
-    assert "losses equal" in done.stdout
+    assert "losses equal" in done.stdout and "64 x 8" in done.stdout
+
+
+def test_the_models_that_the_bench_trains() -> None:
+    def of(*words: str) -> object:
+        return models(parser().parse_args(["pipeline", *words]), "host")
+
+    assert of("--models", "64x8, 128x32") == ((64, 8), (128, 32))
+    assert of("--hidden", "64", "--seq", "8") == ((64, 8),)
+    assert of("--seq", "16") == ((128, 16),)
+    several: Any = of()
+    assert len(set(several)) > 3
+    for wrong in ("64", "64x", "0x8", "64x8x2", ""):
+        with pytest.raises(SystemExit):
+            of("--models", wrong)
 
 
 def test_the_least_time_of_a_step() -> None:

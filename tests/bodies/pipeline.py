@@ -80,7 +80,7 @@ def train(
     )
     single = schedule_class in (schedules.ScheduleGPipe, schedules.Schedule1F1B)
     schedule = schedule_class(stages[0] if single else stages, number_of, loss_fn=loss_of)
-    if fitted and kind is SpanPipelineStage:
+    if fitted and issubclass(kind, SpanPipelineStage):
         fit_rings(schedule)
     parameters = [each for stage in stages for each in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
@@ -99,8 +99,8 @@ def train(
         optimizer.zero_grad()
         losses_of_steps.append([float(each.detach()) for each in losses])
     watch(stages)
-    counts = [stage.stats() for stage in stages] if kind is SpanPipelineStage else []
-    if kind is SpanPipelineStage:
+    counts = [stage.stats() for stage in stages] if issubclass(kind, SpanPipelineStage) else []
+    if issubclass(kind, SpanPipelineStage):
         for stage in reversed(stages):  # one closes all that this rank has
             stage.close()
             stage.close()
@@ -136,6 +136,49 @@ def trained_alike(
     num_received = world.control.all_gather(sum(each.num_received for each in counts))
     assert sum(sent for sent, _ in told) == sum(num_received) > 0
     assert any(losses[-1] and losses[0] != losses[-1] for _, losses in told)
+
+
+class Noting(SpanPipelineStage):
+    """Notes what the weights' gradients are when those of the inputs are handed over."""
+
+    def hand_over(self, boundary: Any, values: Any, left: Any) -> None:
+        super().hand_over(boundary, values, left)
+        if boundary is self._before:
+            self.noted = [None if p.grad is None else p.grad.clone() for p in self.parameters()]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.submod.parameters())
+
+
+def split_last(world: World, hooked: bool) -> None:
+    """The same losses; gradients leave before the weights have theirs, unless hooks wait for it."""
+    called: list[Any] = []
+
+    def hook(module: nn.Module) -> nn.Module:
+        for parameter in module.parameters() if hooked else ():
+            parameter.register_post_accumulate_grad_hook(called.append)
+        return module
+
+    later: list[bool] = []
+
+    def watch(stages: list[Any]) -> None:
+        stage = stages[0]
+        x = torch.zeros(num_microbatches, 8, dtype=torch.int64, device=world.device)
+        schedule = schedules.Schedule1F1B(stage, num_microbatches, loss_fn=loss_of)
+        schedule.step(*((x,) if stage.is_first else ()), **({"target": x} if stage.is_last else {}))
+        if not stage.is_first:
+            scaled = [each if each is None else each / num_microbatches for each in stage.noted]
+            pairs = zip(scaled, stage.parameters(), strict=True)
+            later.append(any(a is None or not a.equal(p.grad) for a, p in pairs))
+
+    num_microbatches = 2 * world.world_size
+    more: dict[str, Any] = {"num_steps": 4, "wrap": hook}
+    with process_group(world, backend_of(world)):
+        theirs, _ = train(world, PipelineStage, "Schedule1F1B", num_steps=4)
+        ours, _ = train(world, Noting, "Schedule1F1B", watch=watch, split_last=True, **more)
+    assert ours == theirs
+    assert later == ([] if world.rank == 0 else [not hooked])
+    assert bool(called) == hooked
 
 
 def given_back(world: World) -> None:

@@ -29,7 +29,7 @@ def shared_parameters(world: World) -> None:
         shared = share_parameters(model, world) if kind is SpanPipelineStage else None
         model.to(world.device)
         num, rank = world.world_size, world.rank
-        options = {"direct": True} if kind is SpanPipelineStage else {}
+        options: dict[str, Any] = {"direct": True} if kind is SpanPipelineStage else {}
         (stage,) = make_stages(kind, model, [rank], num, world.device, **options)
         schedule = Schedule1F1B(stage, 2 * num, loss_fn=loss_of)
         if kind is SpanPipelineStage:

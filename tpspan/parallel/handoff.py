@@ -262,6 +262,10 @@ class Handoff:
         """What the producer packed for a slot; ``Slot`` calls it."""
         return self._open().header(slot, wait=wait)
 
+    def may_be(self, slot: Slot, packed: Packed) -> bool:
+        """Whether the producer may have packed that for a slot; ``Slot`` calls it."""
+        return self._open().may_be(slot, packed)
+
     def wait_until_mapped(self, slot: Slot) -> None:
         """Hold the caller until a slot's address leads to its block; ``Slot`` calls it."""
         self._open().wait_until_mapped(slot)

@@ -137,6 +137,13 @@ class MappedTransport:
             return None
         return self._headers.read(slot.turn)
 
+    def may_be(self, slot: Slot, packed: Packed) -> bool:
+        """Whether the producer has packed that, or may have: its host may not have said so yet."""
+        turns = self._side(slot.is_producer).turns
+        if turns.are_of_streams and not turns.has_come(slot.turn):
+            return True
+        return self._headers.is_of(slot.turn, packed.header)
+
     def wait_until_mapped(self, slot: Slot) -> None:
         """Hold the caller until the slot's block is behind its address."""
         lane = self._side(slot.is_producer).lane

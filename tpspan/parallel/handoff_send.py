@@ -128,6 +128,10 @@ class SendTransport:
         """What the producer packed."""
         return self._specs.get(slot.turn)
 
+    def may_be(self, slot: Slot, packed: Packed) -> bool:
+        """Whether the producer has packed exactly that."""
+        return self._specs.get(slot.turn) == packed.specs
+
     def wait_until_mapped(self, slot: Slot) -> None:
         """Nothing is remapped."""
 

@@ -15,6 +15,7 @@ import torch
 
 ALIGNMENT = 256
 HEADER_WORDS = 512
+WORD_NBYTES = 8
 
 Spec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
@@ -52,11 +53,13 @@ class Packed:
         places: of each, in order.
         specs: shape and dtype of each.
         end_bytes: where the last one ends.
+        header: what the header of a slot says then, as it lies in memory.
     """
 
     places: tuple[Placed, ...] = ()
     specs: tuple[Spec, ...] = ()
     end_bytes: int = 0
+    header: bytes = b""
 
 
 class Packing:
@@ -110,7 +113,8 @@ def pack(nbytes: int, specs: Iterable[tuple[Sequence[int], torch.dtype]]) -> Pac
     """
     packing = Packing(nbytes)
     places = tuple(packing.place(shape, dtype) for shape, dtype in specs)
-    return Packed(places, tuple(packing.specs), packing.end_bytes)
+    packed = tuple(packing.specs)
+    return Packed(places, packed, packing.end_bytes, as_bytes(encode(packed)))
 
 
 def encode(specs: Sequence[Spec]) -> list[int]:
@@ -121,6 +125,11 @@ def encode(specs: Sequence[Spec]) -> list[int]:
         words.extend(shape)
     words[0] = len(words)
     return words
+
+
+def as_bytes(words: Sequence[int]) -> bytes:
+    """The words of a header as they lie in memory."""
+    return b"".join(word.to_bytes(WORD_NBYTES, "little") for word in words)
 
 
 def decode(words: Sequence[int]) -> tuple[Spec, ...]:

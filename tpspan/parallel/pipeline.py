@@ -52,6 +52,12 @@ class SpanPipelineStage(PipelineStage):
         direct: let the module's last operation write into the next stage's memory. Otherwise, and
             where that cannot be done, the output is copied there. None: where that is quicker,
             which is always on CUDA, and on the host for outputs from 1 MiB on.
+        split_last: in the last backward pass of a step, which the stages before wait for, make the
+            gradients of the inputs first, hand them over, and make those of the parameters then. A
+            step is shorter by the latter, times the stages before. The pass is split as zero bubble
+            schedules split every one, so what does not work there, such as activation checkpoints,
+            does not work with it; it is left whole where hooks of parameters have to be called,
+            as with FSDP2 and DDP.
         timeout_s: the deadline of every wait for another stage; None for the world's.
         world: the world of the group's ranks, in their order; None to find or make it.
         more: what else torch's stage takes, by keyword.
@@ -68,6 +74,7 @@ class SpanPipelineStage(PipelineStage):
         *,
         group: Any = None,
         direct: bool | None = None,
+        split_last: bool = False,
         timeout_s: float | None = None,
         world: World | None = None,
         **more: Any,
@@ -78,6 +85,7 @@ class SpanPipelineStage(PipelineStage):
             submodule, stage_index, num_stages, device, input_args, output_args, group=group, **more
         )
         self._direct = direct
+        self._split_last = split_last
         self._direct_output: DirectOutput | None = None  # once a step is prepared
         self._timeout_s = timeout_s
         self._world = world
@@ -231,6 +239,10 @@ class SpanPipelineStage(PipelineStage):
         """
         if not self.has_backward:
             return
+        if full_backward and last_backward and self._may_split():
+            self.backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
+            self.backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            return
         if self._after is not None:
             taken = iter(self.receive(self._after, bwd_chunk_id))
             gradients = [next(taken) if has_one else None for has_one in self._output_gradients]
@@ -340,6 +352,12 @@ class SpanPipelineStage(PipelineStage):
                 self._gathering = world.resource("pipeline stages", Gathering)
                 self._together = self._gathering.current()
             self._together.join(self, (self._before, self._after))
+
+    def _may_split(self) -> bool:
+        """Whether the gradients of the inputs, for which a rank waits, may be made first."""
+        if not self._split_last or self._before is None or not any(self._input_gradients):
+            return False
+        return self.dw_builder is None and torch_stages.may_split(self.submod)
 
     def _choose_direct(self, nbytes: int) -> None:
         wanted = self._direct

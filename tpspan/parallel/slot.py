@@ -25,6 +25,9 @@ class Holder(Protocol):
     def header(self, slot: Slot, *, wait: bool) -> tuple[Spec, ...] | None:
         """What the producer packed; None if that is not known yet."""
 
+    def may_be(self, slot: Slot, packed: Packed) -> bool:
+        """Whether the producer has packed exactly that, as far as it is known yet."""
+
     def wait_until_mapped(self, slot: Slot) -> None:
         """Hold the caller until the slot's address leads to its block."""
 
@@ -103,10 +106,8 @@ class Slot:
         self._check_held()
         if self._packing is not _NOTHING:
             raise ValueError("the slot has tensors already: all of them are placed at once")
-        if not self.is_producer:
-            specs = self._holder.header(self, wait=False)
-            if specs is not None and specs != packed.specs:
-                return [self.tensor(*spec) for spec in packed.specs]  # which compares each
+        if not self.is_producer and not self._holder.may_be(self, packed):
+            return [self.tensor(*spec) for spec in packed.specs]  # which compares each
         self._packing = packed
         return self._holder.place_all(self, packed)
 

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
 
 from tpspan.parallel.pipeline_crossing import Wanted
 from tpspan.parallel.pipeline_order import Action, one_forward_one_backward
@@ -39,6 +42,18 @@ def wants_gradient(stage: Any) -> bool:
     """Whether received activations are to be marked as requiring gradients; newer releases do."""
     marks = not hasattr(stage, "_stage_meta")
     return marks and bool(stage.has_backward) and torch.is_grad_enabled()
+
+
+def may_split(module: nn.Module) -> bool:
+    """Whether nobody waits to be told when a parameter of a module has its gradient."""
+    if isinstance(module, DistributedDataParallel):
+        return False
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        return False
+    return not any(
+        each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)
+        for each in module.parameters()
+    )
 
 
 def order_of(schedule: Any, num_stages: int) -> dict[int, list[Action]]:

@@ -245,9 +245,28 @@ def _add_pipeline(bench: argparse.ArgumentParser) -> None:
         help="instead train a transformer in stages, torch's and ours, under these schedules: "
         f"{', '.join(SCHEDULES)}, or all",
     )
-    sizes = {"layers": 12, "hidden": 128, "seq": 128, "batch": 1, "microbatches": 8, "steps": 10}
-    for name, default in sizes.items():
+    for name, default in {"layers": 12, "batch": 1, "microbatches": 8}.items():
         add(f"--{name}", type=_positive, default=default, metavar="N", help=f"default {default}")
+    add(
+        "--models",
+        type=_models,
+        metavar="HIDDENxSEQ,...",
+        help="width and sequence of the transformers; default 64x8 to 256x128, on CUDA 128x128 to "
+        "2048x1024",
+    )
+    add("--hidden", type=_positive, metavar="N", help="of one model, instead of --models")
+    add("--seq", type=_positive, metavar="N", help="the same")
+    add(
+        "--steps",
+        type=_positive,
+        metavar="N",
+        help="steps of training that are timed; default 20 to 100, as many as take 20 s",
+    )
+    add(
+        "--split-last",
+        action="store_true",
+        help="let our stages hand gradients over before the last weights' gradients are made",
+    )
     add(
         "--timeline",
         type=_picture,
@@ -281,6 +300,13 @@ def _schedules(text: str) -> tuple[str, ...]:
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(SCHEDULES)}")
     return names
+
+
+def _models(text: str) -> tuple[tuple[int, int], ...]:
+    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 64x8,128x128")
+    return tuple((int(each[1]), int(each[2])) for each in found if each)
 
 
 def _rows(text: str) -> tuple[int, ...]:

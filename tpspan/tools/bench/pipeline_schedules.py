@@ -1,16 +1,18 @@
 """``tpspan bench pipeline --schedules`` on one rank: training in stages, torch's and ours.
 
 Both train a transformer from the same weights on the same tokens, step by step in turns; the losses
-of all steps must agree before anything is reported. Memory is watched in runs of their own.
+of all steps must agree before anything is reported. Memory is watched in runs of their own. Models
+of several sizes show where handing over matters, and where computing is all there is.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,9 +24,10 @@ from tpspan.launch.world import World
 from tpspan.parallel.pipeline import SpanPipelineStage, fit_rings
 from tpspan.tools.bench import peak, report
 from tpspan.tools.bench.job import in_job
-from tpspan.tools.bench.measuring import Bench, Figure
+from tpspan.tools.bench.measuring import Bench, Figure, summarise
 from tpspan.tools.bench.pipeline_floor import least_s
 from tpspan.tools.bench.pipeline_model import loss_of, make_stages, stage_numbers
+from tpspan.tools.bench.pipeline_report import Row, print_rows
 from tpspan.tools.bench.pipeline_timeline import (
     Recorder,
     Stretch,
@@ -36,11 +39,17 @@ from tpspan.tools.bench.pipeline_timeline import (
 from tpspan.tools.bench.transformer import Transformer
 from tpspan.tools.bench.values import WrongValues
 
-SCHEMA = "tpspan-bench-pipeline-schedules/1"
+SCHEMA = "tpspan-bench-pipeline-schedules/2"
 VOCABULARY = 1024
 _HEAD_WIDTH = 64
+_MODELS = {  # hidden x sequence
+    "host": ((64, 8), (64, 32), (128, 32), (128, 128), (256, 128)),
+    "cuda": ((128, 128), (512, 512), (2048, 1024)),
+}
+_HIDDEN = _SEQ = 128
+_FEWEST_STEPS, _MOST_STEPS, _STEPS_S = 20, 100, 20.0
 _WATCHED_STEPS = 3
-_WATCHED_RUNS = 2
+_WATCHED_RUNS = 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _SMALLEST_PIECE_NBYTES = 128 << 10  # what malloc begins with, and where it ends
 _LARGEST_PIECE_NBYTES = 32 << 20
@@ -97,53 +106,119 @@ def run(world: World, options: argparse.Namespace, command_line: str) -> None:
     start = time.perf_counter()
     if world.world_size == 1:
         raise tpspan.LaunchError("one rank has nothing to hand over: give --ranks 2 or more")
+    gc.collect()
+    gc.freeze()  # collections between the steps need not walk torch's modules
     bench = Bench(world, seconds=options.seconds)
     peer, group = _peer(bench)
     names = (f"torch's stage, {peer}", "hand-overs")
+    each = [
+        (name, argparse.Namespace(**{**vars(options), "hidden": hidden, "seq": seq}))
+        for name in options.schedules
+        for hidden, seq in models(options, world.backend)
+    ]
     _let_malloc_keep(bench, _SMALLEST_PIECE_NBYTES)
-    for name in options.schedules:  # before there is anything for malloc to keep
-        _add_memory(bench, options, name, group, names)
+    # before there is anything for malloc to keep
+    memory = [_add_memory(bench, chosen, name, group, names) for name, chosen in each]
     _let_malloc_keep(bench, _LARGEST_PIECE_NBYTES)
     pictures: dict[str, list[list[Stretch]]] = {}
-    for name in options.schedules:
-        pair = [_build(bench, options, name, ours, group) for ours in (False, True)]
-        for step in range(options.steps + 1):
-            for contender in pair:
-                _step(bench, options, contender, step)
-        _compare(bench, pair)
-        notes = f"losses equal; {bench.crowd}".rstrip("; ")
-        title = f"{name}, {_shape(options)}"
-        times = [
-            bench.add_ms(f"a step of {title}", shown, one.step_s, notes)
-            for shown, one in zip(names, pair, strict=True)
-        ]
-        bench.add_ratio(f"a step of {title}", "hand-overs, of torch's", times[1], times[0])
-        _add_floor(bench, title, pair, times)
-        for shown, one in zip(names, pair, strict=True):
-            shares = bench.board.all_gather(statistics.median(one.outside))
-            mean = 100 * sum(shares) / len(shares)
-            what = "of a step in which a stage does not compute, averaged over the ranks"
-            bench.add(f"bubble of {title}", shown, "%", [mean], note=what)
-            pictures[f"{name}: {shown}"] = bench.board.all_gather(one.steps[-1])
-        for one in pair:
-            _close(one)
-        del pair, one
+    rows = [
+        _measure(bench, chosen, name, group, names, of_memory, pictures)
+        for (name, chosen), of_memory in zip(each, memory, strict=True)
+    ]
     found = report.document(
         world,
         bench.figures,
         None,
         command_line=command_line,
-        nbytes=options.batch * options.seq * options.hidden * _dtype(options, world).itemsize,
+        nbytes=max(row.activation_nbytes for row in rows),
         seconds=time.perf_counter() - start,
     )
     found["schema"] = SCHEMA
+    found["rows"] = [asdict(row) for row in rows]
     if world.rank == 0:
         report.print_table(found, bench.figures, None)
+        print_rows(rows, peer)
         if options.json:
             report.write(found, options.json)
         if options.timeline:
             draw(pictures, options.timeline)
     bench.board.barrier()
+
+
+def models(options: argparse.Namespace, backend: str) -> tuple[tuple[int, int], ...]:
+    """Hidden and sequence of every model: those asked for, the one asked for, or some sizes."""
+    if options.models:
+        chosen: tuple[tuple[int, int], ...] = options.models
+        return chosen
+    if options.hidden or options.seq:
+        return ((options.hidden or _HIDDEN, options.seq or _SEQ),)
+    return _MODELS[backend]
+
+
+def _measure(
+    bench: Bench,
+    options: argparse.Namespace,
+    name: str,
+    group: Any,
+    names: tuple[str, str],
+    memory: float | None,
+    pictures: dict[str, list[list[Stretch]]],
+) -> Row:
+    """Train both in turns, and add what was seen."""
+    pair = [_build(bench, options, name, ours, group) for ours in (False, True)]
+    num_steps, step = 2, 0
+    while step < num_steps:
+        begin = time.perf_counter()
+        for contender in pair[:: 1 if step % 2 else -1]:
+            _step(bench, options, contender, step)
+        if step == 1:
+            took_s = bench.agree(time.perf_counter() - begin)
+            num_steps = 1 + (options.steps or _num_steps(took_s))
+        step += 1
+    _compare(bench, pair)
+    notes = f"losses equal; {bench.crowd}".rstrip("; ")
+    title = f"{name}, {_shape(options)}"
+    times = [
+        bench.add_ms(f"a step of {title}", shown, one.step_s, notes)
+        for shown, one in zip(names, pair, strict=True)
+    ]
+    ratio = _add_ratio(bench, f"a step of {title}", pair)
+    computing = _add_floor(bench, title, pair, times)
+    for shown, one in zip(names, pair, strict=True):
+        shares = bench.board.all_gather(statistics.median(one.outside))
+        mean = 100 * sum(shares) / len(shares)
+        what = "of a step in which a stage does not compute, averaged over the ranks"
+        bench.add(f"bubble of {title}", shown, "%", [mean], note=what)
+        picture = f"{name}, {options.hidden} x {options.seq}: {shown}"
+        pictures[picture] = bench.board.all_gather(one.steps[-1])
+    for one in pair:
+        _close(one)
+    itemsize = _dtype(options, bench.world).itemsize
+    return Row(
+        name,
+        options.hidden,
+        options.seq,
+        options.batch * options.seq * options.hidden * itemsize,
+        times[0].median or 0.0,
+        times[1].median or 0.0,
+        ratio,
+        computing,
+        memory,
+    )
+
+
+def _num_steps(took_s: float) -> int:
+    return int(min(_MOST_STEPS, max(_FEWEST_STEPS, _STEPS_S / max(took_s, 1e-6))))
+
+
+def _add_ratio(bench: Bench, title: str, pair: list[Contender]) -> float:
+    """Our steps by torch's right beside them; what slows the machine down slows both of a pair."""
+    theirs, ours = (list(zip(*bench.board.all_gather(one.step_s), strict=True)) for one in pair)
+    ratios = [max(mine) / max(other) for mine, other in zip(ours, theirs, strict=True)]
+    note = "of each step beside torch's; median"
+    figure = summarise(title, "hand-overs, of torch's", "x", [ratios], note=note)
+    bench.figures.append(replace(figure, slowest_rank=None, rank_medians=()))
+    return figure.median or 0.0
 
 
 def _peer(bench: Bench) -> tuple[str, Any]:
@@ -166,7 +241,8 @@ def _build(
         model = Transformer(options.layers, options.hidden, heads, VOCABULARY)
         model = model.to(_dtype(options, world))
     kind = TimedSpanStage if ours else TimedTorchStage
-    stages = make_stages(kind, model, numbers, num_stages, world.device, group=group)
+    more: dict[str, Any] = {"split_last": True} if ours and options.split_last else {}
+    stages = make_stages(kind, model, numbers, num_stages, world.device, group=group, **more)
     del model
     single = issubclass(schedule_class, schedules.PipelineScheduleSingle)
     schedule = schedule_class(
@@ -211,8 +287,13 @@ def _step(bench: Bench, options: argparse.Namespace, one: Contender, step: int) 
         one.outside.append(share_outside(did, seconds))
 
 
-def _add_floor(bench: Bench, title: str, pair: list[Contender], times: list[Figure]) -> None:
-    """How much of the steps is computing in the schedule's order, which no hand-over shortens."""
+def _add_floor(bench: Bench, title: str, pair: list[Contender], times: list[Figure]) -> float:
+    """How much of the steps is computing in the schedule's order, which no hand-over shortens.
+
+    Returns:
+        Of torch's steps.
+    """
+    shares = []
     note = "what the stages computed in these steps, as if handing over took no time"
     for one, time_of, whose in zip(pair, times, ("torch's stage", "hand-overs"), strict=True):
         of_steps = zip(*bench.board.all_gather(one.steps), strict=True)
@@ -220,6 +301,8 @@ def _add_floor(bench: Bench, title: str, pair: list[Contender], times: list[Figu
         floor = bench.add_ms(f"a step of {title}", f"{whose}, computing alone", least, note)
         shown = f"computing alone, of {whose}"
         bench.add_ratio(f"a step of {title}", shown, floor, time_of)
+        shares.append((floor.median or 0.0) / (time_of.median or 1.0))
+    return shares[0]
 
 
 def _compare(bench: Bench, pair: list[Contender]) -> None:
@@ -249,16 +332,26 @@ def _let_malloc_keep(bench: Bench, nbytes: int) -> None:
 
 def _add_memory(
     bench: Bench, options: argparse.Namespace, name: str, group: Any, names: tuple[str, str]
-) -> None:
-    """The most memory of a schedule's ranks, for both; the best of a few runs counts."""
+) -> float | None:
+    """The most memory of a schedule's ranks, for both; the best of a few runs counts.
+
+    Returns:
+        Ours, of torch's.
+    """
     title = f"peak memory of {name}, {_shape(options)}"
     how = "torch's reserved memory" if bench.is_cuda else "private memory"
     how += " and the rings, beyond what was there before the model"
-    figures = []
-    for shown, ours in zip(names, (False, True), strict=True):
-        nbytes = min(_most(bench, options, name, ours, group) for _ in range(_WATCHED_RUNS))
-        figures.append(bench.add(title, shown, "MiB", [nbytes / _MIB], note=how))
+    seen: dict[bool, list[int]] = {False: [], True: []}
+    for _ in range(_WATCHED_RUNS):
+        for ours, found in seen.items():
+            found.append(_most(bench, options, name, ours, group))
+    figures = [
+        bench.add(title, shown, "MiB", [min(found) / _MIB], note=how)
+        for shown, found in zip(names, seen.values(), strict=True)
+    ]
     bench.add_ratio(title, "hand-overs, of torch's", figures[1], figures[0])
+    of_torch, of_ours = (figure.median or 0.0 for figure in figures)
+    return of_ours / of_torch if of_torch else None
 
 
 def _most(bench: Bench, options: argparse.Namespace, name: str, ours: bool, group: Any) -> int:
