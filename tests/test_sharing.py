@@ -15,12 +15,13 @@ from torch import nn
 import tpspan
 from bodies.sharing import PAGE, model, set_up, tensors
 from harness import leaks
-from sharing_processes import ON_EACH_DEVICE, Actor, listing, own_keeper
+from sharing_processes import ON_EACH_DEVICE, Actor, listing, own_keeper, wait_until
 from tpspan.errors import (
     CaptureError,
     ClosedError,
     InUseError,
     PublicationMismatch,
+    UnknownNameError,
     VersionGoneError,
 )
 
@@ -380,6 +381,64 @@ def test_old_versions_go_and_their_readers_stay() -> None:
     p.close(remove=True)
 
 
+def test_a_name_that_is_removed_and_published_anew_begins_to_count_again() -> None:
+    heard: list[int] = []
+
+    def anew(value: int) -> Any:
+        return tpspan.publish(tensors(value, num_blocks=1), "x", block_nbytes=PAGE)
+
+    p = anew(1)
+    assert [p.commit() for _ in range(4)] == [2, 3, 4, 5]
+    a = tpspan.attach("x")
+    a.on_version(heard.append)
+    assert p.commit() == 6
+    assert a.wait_for() == 6
+    wait_until(lambda: heard == [6])
+    assert a.update()
+    p.close(remove=True)
+    assert a.newest() == 0, "there is none"
+    with pytest.raises(UnknownNameError):
+        a.wait_for()
+    p = anew(2)
+    assert a.newest() == 1
+    wait_until(lambda: heard == [6, 1])
+    with pytest.raises(TimeoutError, match="version 6 of 'x' was not .* the newest is 1"):
+        a.wait_for(6, timeout_s=0.02)
+    assert a.wait_for() == 1
+    assert int(a["value"]) == 1
+    assert a.update()
+    assert (a.version, int(a["value"])) == (1, 2)
+    assert not a.update()
+    with pytest.raises(TimeoutError, match="version 2"):
+        a.wait_for(timeout_s=0.02)
+    assert p.commit() == 2
+    assert a.wait_for() == 2
+    a.close()
+    p.close(remove=True)
+
+
+def test_a_reader_that_sees_only_the_last_of_the_news_sees_that_the_name_was_removed() -> None:
+    """It was removed and published anew, with the number that is mapped, before it looks."""
+    given = tensors(1, num_blocks=1)
+    p = tpspan.publish(given, "x", block_nbytes=PAGE)
+    with Actor() as reader:
+        reader.do("attach", "x")
+        reader.signal(signal.SIGSTOP)
+        for _ in range(500):  # more news than a socket holds
+            p.commit(changed=())
+        p.close(remove=True)
+        p = tpspan.publish(tensors(7, num_blocks=1), "x", block_nbytes=PAGE)
+        (seen,) = tpspan.published()
+        assert seen["versions"][0]["readers"] == [], "it reads what was removed"
+        assert sum(seen["readers_of_gone_versions"].values(), []) == [reader.pid]
+        reader.signal(signal.SIGCONT)
+        assert reader.do("update") == (True, 1)
+        assert reader.do("value_of") == 7
+        assert reader.do("update") == (False, 1)
+        reader.do("detach")
+    p.close(remove=True)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_captured_graph_reads_the_version_that_is_mapped() -> None:
@@ -472,6 +531,42 @@ def test_closing_and_what_is_still_in_use() -> None:
             step()
     assert "closed" in repr(a) + repr(p)
     tpspan.remove("x")
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_refused_close_leaves_everything_as_it_was(meta: bool) -> None:
+    given = model(1)
+    p = tpspan.publish(given, "m")
+    mine = model(2, meta=meta)
+    a = tpspan.attach_module(mine, "m")
+
+    def places() -> list[int]:
+        return [each.data_ptr() for m in (mine, given) for each in m.state_dict().values()]
+
+    before, row = places(), torch.ones(1, 32, requires_grad=True)
+    for taken in (
+        lambda: [a["norm.bias"], p["norm.bias"]],
+        lambda: [each["head"].weight.data.view(-1) for each in (mine, given)],
+        lambda: [row @ each["head"].weight.T for each in (mine, given)],  # its graph holds it
+    ):
+        held = taken()
+        for each in (a, p):
+            with pytest.raises(InUseError, match="1 tensors .* are still alive"):
+                each.close()
+        assert places() == before
+        assert mine["head"].weight is mine["embed"].weight
+        assert a.version == p.version
+        with torch.no_grad():
+            given["head"].weight.add_(1)
+        p.commit()
+        assert a.update(), "it is in use as before"
+        assert torch.equal(mine["head"].weight, given["head"].weight)
+        held.clear()
+    values = {name: tensor.clone() for name, tensor in mine.state_dict().items()}
+    a.close()
+    p.close(remove=True)
+    assert not set(places()) & set(before)
+    assert all(torch.equal(tensor, values[name]) for name, tensor in mine.state_dict().items())
 
 
 def test_descriptors_of_a_small_limit_are_enough() -> None:

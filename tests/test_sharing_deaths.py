@@ -241,7 +241,7 @@ def assert_only_locks_are_left(keeper: str) -> None:
     pid = int(ask_once({"op": "list"})["keeper"]["pid"])
     wait_until(lambda: has_ended(pid))  # to ask it would keep it
     # Whoever was killed may have been starting one.
-    wait_until(lambda: sorted(os.listdir(keeper)) == ["alive", "log", "start"])
+    wait_until(lambda: sorted(os.listdir(keeper)) == ["log", "start"])
 
 
 def _memory_of_files() -> int:

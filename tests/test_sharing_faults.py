@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,9 +16,10 @@ from bodies.common import failure
 from bodies.sharing import PAGE, tensors
 from faulty import FaultyDriver
 from harness import leaks
-from sharing_processes import ON_EACH_DEVICE, own_keeper
+from sharing_processes import ON_EACH_DEVICE, keeper_pid, own_keeper, wait_until
 from tpspan.errors import DriverError, KeeperError, OutOfMemoryError, UnknownNameError
 from tpspan.memory import Driver
+from tpspan.sharing import client, starting
 from tpspan.sharing.local import local
 
 
@@ -182,6 +185,112 @@ def test_the_keeper_cannot_be_reached_during_a_commit(monkeypatch: pytest.Monkey
     with tpspan.attach("x") as a:
         assert int(a["w0"][0]) == 2
     p.close(remove=True)
+
+
+def stop_at_commit(p: tpspan.Publication, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Stop the keeper when the publication asks for a version, and do not wait for it; returns what
+    lets it go on."""
+    pid = keeper_pid()
+    assert pid is not None
+    ask = p._registration.connection.ask
+
+    def stop_and_ask(message: dict[str, Any], data: bytes = b"") -> Any:
+        if message["op"] != "commit":
+            return ask(message, data)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.MonkeyPatch.context() as hurry:
+            hurry.setattr(client, "TIMEOUT_S", 0.05)
+            return ask(message, data)
+
+    patch.setattr(p._registration.connection, "ask", stop_and_ask)
+    return lambda: os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_the_keeper_takes_a_version_after_the_publisher_has_waited_long_enough(
+    monkeypatch: pytest.MonkeyPatch, read_only: bool
+) -> None:
+    options: Any = {"block_nbytes": PAGE, "keep": 1, "read_only": read_only}
+    p = tpspan.publish(tensors(1), "x", **options)
+    go_on = stop_at_commit(p, monkeypatch)
+    connect = starting.connect
+
+    def go_on_and_connect() -> Any:
+        go_on()
+        monkeypatch.undo()
+        return connect()
+
+    monkeypatch.setattr(client, "connect", go_on_and_connect)
+    write(p, 2)
+    assert p.commit() == 2
+    assert p.version == 2
+    (seen,) = tpspan.published()
+    assert [each["version"] for each in seen["versions"]] == [2]
+    assert p._registration.connection.ask({"op": "list"})["keeper"]["blocks"] == 3
+    with tpspan.attach("x") as a:
+        assert value(a) == 2
+        write(p, 3, "w1")
+        assert p.commit() == 3, "what has not changed is known to the keeper"
+        assert a.update()
+        assert int(a["w1"][0]) == 3
+    p.close(remove=True)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_the_keeper_does_not_say_what_became_of_a_version(
+    monkeypatch: pytest.MonkeyPatch, read_only: bool
+) -> None:
+    options: Any = {"block_nbytes": PAGE, "keep": 1, "read_only": read_only}
+    p = tpspan.publish(tensors(1), "x", **options)
+    a = tpspan.attach("x")
+    go_on = stop_at_commit(p, monkeypatch)
+    write(p, 2)
+    monkeypatch.setattr(starting, "TIMEOUT_S", 0.05)
+    with pytest.raises(KeeperError, match="not known whether the keeper took version 2 of 'x'"):
+        p.commit()
+    assert p.version == 2
+    if read_only:
+        assert p._working.open == (), "readers may have it: it is written no more"
+    monkeypatch.undo()
+    go_on()
+    wait_until(lambda: a.newest() == 2)
+    assert a.update()
+    assert value(a) == 2
+    write(p, 3)
+    assert p.commit() == 3
+    assert a.update()
+    assert value(a) == 3
+    a.close()
+    p.close(remove=True)
+
+
+def test_a_version_whose_answer_is_lost_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = tpspan.publish(tensors(1), "x", block_nbytes=PAGE)
+    ask = p._registration.connection.ask
+
+    def lose(message: dict[str, Any], data: bytes = b"") -> Any:
+        answer = ask(message, data)
+        if message["op"] == "commit":
+            monkeypatch.undo()
+            with p._registration.connection._lock:
+                p._registration.connection._disconnect()
+            raise client.Lost("injected")
+        return answer
+
+    monkeypatch.setattr(p._registration.connection, "ask", lose)
+    write(p, 2)
+    assert p.commit() == 2
+    (seen,) = tpspan.published()
+    assert [each["version"] for each in seen["versions"]] == [1, 2]
+    with tpspan.attach("x") as a:
+        assert value(a) == 2
+    p.close(remove=True)
+
+
+def write(publication: tpspan.Publication, number: int, *names: str) -> None:
+    publication.thaw(*names)
+    for name in names or tuple(publication):
+        publication[name].fill_(number)
 
 
 def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,9 +23,9 @@ import tpspan
 from bodies.sharing import PAGE, tensors
 from sharing_processes import Actor, keeper_pid, own_keeper, stop_keeper, wait_until
 from tpspan.errors import KeeperError, NameTakenError, UnknownNameError
-from tpspan.sharing import starting, wire
+from tpspan.sharing import serving, starting, wire
 from tpspan.sharing.client import Connection, ask_once
-from tpspan.sharing.place import VARIABLE, find_place
+from tpspan.sharing.place import VARIABLE, Place, find_place
 from tpspan.sharing.registry import Client, Refused, Registry
 from tpspan.sharing.serving import GRACE_S
 
@@ -75,7 +76,7 @@ def test_it_ends_when_it_holds_nothing(keeper: str) -> None:
         assert keeper_pid() == pid, "a name is held"
     tpspan.remove("x")
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), GRACE_S + 5.0)
-    assert sorted(os.listdir(keeper)) == ["alive", "log", "start"]
+    assert sorted(os.listdir(keeper)) == ["log", "start"]
     assert keeper_pid() is None
     assert tpspan.published() == []
     assert keeper_pid() is None, "a listing starts no keeper"
@@ -343,34 +344,36 @@ def test_the_table_keeps_versions_and_refuses_what_makes_none() -> None:
     registry, alice, bob = Registry(), Client(1), Client(2)
     registry.clients |= {alice, bob}
     fds = [os.memfd_create("x") for _ in range(4)]
-    registry.claim(alice, "n", {"device": "cpu"}, b"layout", keep=2)
+    registry.claim(alice, "n", {"device": "cpu"}, b"layout", keep=2, publisher="a")
     with pytest.raises(Refused, match="nothing is published"):
         registry.find("n", None)
     registry.deposit(alice, ["a", "b"], [1, 1], fds[:2])
     with pytest.raises(Refused, match="1 blocks of 'n' have not been deposited"):
-        registry.commit(alice, "n", ["a", "c"], b"", None)
+        registry.commit(alice, "n", ["a", "c"], b"", token="1")
     with pytest.raises(Refused, match="published by another process"):
-        registry.commit(bob, "n", ["a", "b"], b"", None)
-    assert registry.commit(alice, "n", ["a", "b"], b"", None).number == 1
+        registry.commit(bob, "n", ["a", "b"], b"", token="1")
+    assert registry.commit(alice, "n", ["a", "b"], b"", token="1").number == 1
     assert alice.deposited == {}
     registry.deposit(bob, ["c"], [1], fds[2:3])  # another rank's
-    assert registry.commit(alice, "n", ["a", "c"], b"", None).number == 2
+    assert registry.commit(alice, "n", ["a", "c"], b"", token="2").number == 2
     registry.deposit(alice, ["d"], [1], fds[3:])
     assert registry.num_blocks == 4
     registry.withdraw(alice, ["d", "unknown"])
     assert registry.num_blocks == 3
-    assert registry.commit(alice, "n", ["a", "c"], b"", None).number == 3
+    assert registry.commit(alice, "n", ["a", "c"], b"", token="3").number == 3
     assert registry.num_blocks == 2, "b went with version 1"
     assert not Path(f"/proc/self/fd/{fds[1]}").exists()
     with pytest.raises(Refused, match="is published by process 1"):
-        registry.claim(bob, "n", {"device": "cpu"}, b"layout", keep=2)
+        registry.claim(bob, "n", {"device": "cpu"}, b"layout", keep=2, publisher="b")
     registry.leave(alice)
     with pytest.raises(Refused, match="other tensors"):
-        registry.claim(bob, "n", {"device": "cpu"}, b"another", keep=1)
-    newest = registry.claim(bob, "n", {"device": "cpu"}, b"layout", keep=1).newest
+        registry.claim(bob, "n", {"device": "cpu"}, b"another", keep=1, publisher="b")
+    newest = registry.claim(bob, "n", {"device": "cpu"}, b"layout", keep=1, publisher="b").newest
     assert newest is not None
     assert newest.number == 3
-    assert registry.commit(bob, "n", ["a", "c"], b"", 9).number == 9, "of another keeper's count"
+    version = registry.commit(bob, "n", ["a", "c"], b"", token="4", number=9)
+    assert version.number == 9, "of another keeper's count"
+    del version
     assert list(registry.publications["n"].versions) == [9]
     del newest
     registry.remove(bob, "n", force=False)
@@ -410,11 +413,94 @@ def test_descriptors_do_not_leak_from_messages(keeper: str) -> None:
     stop_keeper(signal.SIGTERM)
 
 
-def test_a_keeper_that_nobody_can_reach_any_more_ends(keeper: str) -> None:
-    with tpspan.publish({"x": torch.zeros(3)}, "x"):
+def test_a_keeper_whose_files_are_taken_away_is_found_again(keeper: str) -> None:
+    """Cleaners of /tmp take old sockets and locks away; nobody need be connected."""
+    with tpspan.publish(tensors(1, num_blocks=1), "x"):
         pid = keeper_pid()
-        os.unlink(find_place().socket)
-        time.sleep(1.5)
-        assert Path(f"/proc/{pid}").exists(), "somebody is connected"
-    wait_until(lambda: not Path(f"/proc/{pid}").exists())
-    assert tpspan.published() == []
+        for gone in (["keeper"], ["keeper", "start", "log"]):
+            for name in gone:
+                os.unlink(Path(keeper, name))
+            assert version_of("x") == 1, "whoever comes meanwhile waits for it"
+            assert keeper_pid() == pid
+    os.unlink(find_place().socket)  # now nobody is connected
+    wait_until(find_place_is_served)
+    shutil.rmtree(keeper)
+    wait_until(find_place_is_served)
+    assert keeper_pid() == pid
+    assert version_of("x") == 1
+    tpspan.remove("x")
+
+
+def find_place_is_served() -> bool:
+    return Path(find_place().socket).exists()
+
+
+def version_of(name: str) -> int:
+    with tpspan.attach(name) as attached:
+        return attached.version
+
+
+def test_a_keeper_in_whose_place_another_has_come_gives_it_everything(keeper: str) -> None:
+    with Actor() as publisher, Actor() as reader:
+        publisher.do("publish", "living", 1, keep=3)
+        publisher.do("next_version", 2)
+        for name in ("left", "taken"):
+            tpspan.publish(tensors(5, num_blocks=2), name, block_nbytes=PAGE).close()
+        reader.do("attach", "living", version=1)
+        old = keeper_pid()
+        assert old is not None
+        os.kill(old, signal.SIGSTOP)
+        shutil.rmtree(keeper)
+        with tpspan.publish(tensors(7, num_blocks=2), "taken", block_nbytes=PAGE) as p:
+            assert keeper_pid() != old
+            os.kill(old, signal.SIGCONT)
+            wait_until(lambda: not Path(f"/proc/{old}").exists())
+            seen = {each["name"]: each for each in tpspan.published()}
+            assert sorted(seen) == ["left", "living", "taken"]
+            assert [each["version"] for each in seen["living"]["versions"]] == [1, 2]
+            for name, value in (("left", 5), ("taken", 7)):
+                with tpspan.attach(name) as a:
+                    assert int(a["value"]) == value
+            assert publisher.do("next_version", 3) == 3
+            assert reader.do("update") == (True, 3)
+            assert reader.do("value_of") == 3
+            p.close(remove=True)
+        reader.do("detach")
+        publisher.do("unpublish")
+    tpspan.remove("left")
+
+
+def test_a_keeper_whose_place_is_gone_for_good_ends(
+    keeper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_LOST_S", 0.3)
+    place = Place(os.path.join(keeper, "inner"))
+    place.make()
+    lock = place.lock()
+    assert lock is not None
+    served = serving.Keeper(place, lock, ends_by_itself=True, follows_a_kill=False)
+    client = Client(1)
+    served.registry.claim(client, "x", {"device": "cpu"}, b"", keep=1, publisher="")
+    shutil.rmtree(place.directory)
+    os.symlink("/nowhere", place.directory)
+    served.serve()
+    assert Path(place.directory).is_symlink(), "it has not been touched"
+    os.unlink(place.directory)
+
+
+def test_a_publisher_that_comes_by_another_connection_displaces_the_first() -> None:
+    registry, before, after, other = Registry(), Client(1), Client(1), Client(2)
+    registry.clients |= {before, after, other}
+    made = registry.claim(before, "n", {"device": "cpu"}, b"", keep=1, publisher="p")
+    registry.commit(before, "n", [], b"", token="1")
+    with pytest.raises(Refused, match="which is alive"):
+        registry.claim(other, "n", {"device": "cpu"}, b"", keep=1, publisher="q")
+    assert registry.claim(after, "n", {"device": "cpu"}, b"", keep=1, publisher="p") is made
+    with pytest.raises(Refused, match="by another process now"):
+        registry.commit(before, "n", [], b"", token="2")
+    registry.leave(before)
+    assert made.owner is after
+    assert made.newest is not None
+    assert (made.newest.number, made.newest.token) == (1, "1")
+    registry.leave(after)
+    assert made.owner is None

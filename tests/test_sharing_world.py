@@ -30,3 +30,8 @@ def test_a_shared_module_is_published_from_where_it_lies(ranks: Ranks, keeper: s
 @pytest.mark.ranks(2, 3, launchers=("mpirun",))
 def test_what_is_refused_is_refused_on_all_ranks(ranks: Ranks, keeper: str) -> None:
     ranks.run("bodies.sharing_world:taken", directory=keeper)
+
+
+@pytest.mark.ranks(2, launchers=("mpirun",))
+def test_a_rank_that_fails_leaves_alone(ranks: Ranks, keeper: str) -> None:
+    ranks.run("bodies.sharing_world:leaving_alone", directory=keeper)

@@ -115,3 +115,32 @@ def taken(world: World, directory: str) -> None:
         assert "nothing is published as 'nothing'" in str(error)
         assert gather(world, error is not None) == [True] * world.world_size
         meet(span)
+
+
+def leaving_alone(world: World, directory: str) -> None:
+    """A rank that fails says so at once, and asks no other: they may be elsewhere."""
+    with keeper_at(directory), Span.allocate(world, (world.world_size, PAGE), torch.uint8) as span:
+        fill(span, seed=1)
+        left: list[int] = []
+
+        def publish_and_leave() -> None:
+            with tpspan.publish(span, "span") as p:
+                if world.rank == world.world_size - 1:
+                    raise KeyError("mine")
+                left.extend(world.control.all_gather(world.rank))  # while the other is leaving
+                assert not p.is_closed
+
+        error = failure(publish_and_leave)
+        if world.rank == world.world_size - 1:
+            assert repr(error) == "KeyError('mine')", repr(error)
+            world.control.all_gather(world.rank)
+        else:
+            assert error is None, repr(error)
+            assert left == list(range(world.world_size))
+        world.control.barrier()
+        with tpspan.attach("span") as a:
+            assert a["gathered"].cpu().view(-1).equal(pattern(span.nbytes, 1))
+        world.control.barrier()
+        if world.rank == 0:
+            tpspan.remove("span")
+        meet(span)

@@ -4,18 +4,21 @@ See the comment below for how it works; the names are imported at their first us
 lies in this package and must not import torch.
 """
 
-# Layers, from below. wire, place and registry (messages, the directory, the table), peer, serving
-# and keeper are the keeper and import the standard library only; starting and client reach it.
-# layout and tree say what is published; local, mapped and adopted put it behind addresses; group is
-# who acts together. fetch and registration are a reader's and a publisher's talk with the keeper.
-# sources, memory, publication and publishing publish; replica, attached, attaching and modules
-# attach; listing is for people.
+# Layers, from below. wire, place and registry (messages, the directory, the table), peer, moving,
+# serving and keeper are the keeper and import the standard library only; starting and client reach
+# it. layout and tree say what is published; local, mapped and adopted put it behind addresses;
+# group is who acts together. fetch and registration are a reader's and a publisher's talk with the
+# keeper. sources, memory, publication and publishing publish; replica, attached, attaching and
+# modules attach; listing is for people.
 #
 # Protocol. A client sends JSON, bytes and descriptors over a private Unix socket and gets the same
 # back. A publisher *claims* a name, *deposits* descriptors of blocks under random names, and
 # *commits* a list of block names: the next version, atomic because the keeper is one thread. A
 # reader *attaches*: it says which blocks it has and gets descriptors of the others. Then the keeper
-# tells it of versions to come.
+# tells it of the newest version, whenever that is another. A version has a number and a token: the
+# number begins at 1 again if the name is removed and published anew, the token never comes twice.
+# By it a reader knows whether there is anything new, and a publisher whose connection has ended
+# whether the keeper took what it had asked it to take.
 #
 # Invariants. (a) A block that is in a version is never written again: what a publisher works on is
 # other memory, or mapped read-only. (b) A version is the list of its blocks and never changes; two
@@ -29,7 +32,8 @@ lies in this package and must not import torch.
 # Publisher: its versions stay, and the next publisher of the name goes on from them. Reader: it is
 # listed no more; that is all. Keeper: mappings go on, since memory lives as long as it is mapped or
 # a descriptor is held; a publisher that lives brings its newest version to the next keeper, and
-# names without a living publisher are gone.
+# names without a living publisher are gone. Its socket (cleaners of /tmp take old files away): it
+# makes another one; clients that come meanwhile wait, since the directory is locked.
 
 from __future__ import annotations
 

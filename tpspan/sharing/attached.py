@@ -14,7 +14,6 @@ import torch
 
 from tpspan.errors import (
     ClosedError,
-    InUseError,
     PublicationMismatch,
     TpspanError,
     UnknownNameError,
@@ -141,9 +140,12 @@ class Attached(Mapping[str, torch.Tensor]):
         return unflatten(self._state, tensors) if self._state else tensors
 
     def newest(self) -> int:
-        """The newest version that the keeper has told of, without asking for it."""
+        """The newest version that the keeper has told of, without asking for it.
+
+        0 if the name was removed. If it is published anew, numbers begin at 1 again.
+        """
         self._hear(0.0)
-        return self._connection.newest
+        return self._connection.newest[0]
 
     def update(self, version: int | None = None) -> bool:
         """Flip to another version, by default the newest; the tensors stay where they are.
@@ -213,7 +215,7 @@ class Attached(Mapping[str, torch.Tensor]):
             undo.pop_all()
         fetched.blocks.clear()
         self._hold(fetched)
-        self._connection.say({"op": "reads", "name": self.name, "version": self._version})
+        self._say_what_is_read()
         self._garbage += old[0].values()
         close_blocks(self._garbage)
         return True
@@ -228,19 +230,24 @@ class Attached(Mapping[str, torch.Tensor]):
             TimeoutError: it was not there in time.
             UnknownNameError: the name was removed.
         """
-        wanted = self._version + 1 if version is None else version
         deadline = time.monotonic() + timeout_s
-        while self.newest() < wanted:
-            if self._connection.removed:
-                self._ask()
+        while True:
+            self._hear(0.0)
+            newest, token = self._connection.newest
+            if not newest:
+                found = self._ask()
+                newest, token = found.version, found.token
+            # Of a name that was published anew, every version is a next one.
+            if token != self._token if version is None else newest >= version:
+                return newest
             left_s = deadline - time.monotonic()
             if left_s <= 0:
+                wanted = self._version + 1 if version is None else version
                 raise TimeoutError(
                     f"version {wanted} of {self.name!r} was not published within {timeout_s:g} s; "
-                    f"the newest is {self._connection.newest}"
+                    f"the newest is {newest}"
                 )
             self._hear(min(left_s, _LOOK_S))
-        return self._connection.newest
 
     def on_version(self, callback: Callable[[int], object]) -> None:
         """Call back with the number of every version to come, or of the last of several.
@@ -283,20 +290,18 @@ class Attached(Mapping[str, torch.Tensor]):
         Idempotent.
 
         Raises:
-            InUseError: other tensors are still alive: drop them and close again.
+            InUseError: other tensors are still alive, and nothing was changed: drop them and close
+                again.
         """
         with self._lock:
             if self._is_closed:
                 return
             self._streams.refuse_capture()
-            self._adopted.make_private()
-            num_live = self._mapped.range.num_live
-            if num_live:
-                raise InUseError(
-                    f"{num_live} tensors attached from {self.name!r} are still alive: drop them "
-                    "first"
-                )
             self._streams.fence().wait()
+            self._adopted.make_private(
+                self._mapped.range, keep=self, what=f"tensors attached from {self.name!r}"
+            )
+            self._streams.fence().wait()  # for the copies
             self._is_closed = True
         self._ended.set()
         self._connection.close()
@@ -306,8 +311,8 @@ class Attached(Mapping[str, torch.Tensor]):
         close_each([self._mapped.close, lambda: close_blocks(self._garbage)])
 
     def _hold(self, fetched: Fetched) -> None:
-        self._version, self._names = fetched.version, fetched.names
-        self._state = fetched.state
+        self._version, self._token = fetched.version, fetched.token
+        self._names, self._state = fetched.names, fetched.state
         self._number = self._connection.number
 
     def _look(self) -> tuple[int, bool]:
@@ -316,17 +321,18 @@ class Attached(Mapping[str, torch.Tensor]):
         The keeper is asked only if it may know more than it has told.
         """
         self._hear(0.0)
-        if self._connection.number == self._number and not self._connection.removed:
-            return max(self._connection.newest, self._version), False
-        found = self._ask()
-        return found.version, found.names != self._names
+        number, token = self._connection.newest
+        if self._connection.number != self._number or not number:
+            found = self._ask()
+            number, token = found.version, found.token
+        return number, token != self._token
 
     def _ask(self) -> Fetched:
         """Tell the keeper what is read here, and ask what there is; it tells of the rest itself."""
 
         def ask() -> Fetched:
             self._connection.open()
-            self._connection.say({"op": "reads", "name": self.name, "version": self._version})
+            self._say_what_is_read()
             number = self._connection.number
             found = self._fetch(None, ask_only=True)
             self._number = number
@@ -334,6 +340,10 @@ class Attached(Mapping[str, torch.Tensor]):
 
         found: Fetched = keep_trying(ask)
         return found
+
+    def _say_what_is_read(self) -> None:
+        reads = {"op": "reads", "name": self.name, "version": self._version, "token": self._token}
+        self._connection.say(reads)
 
     def _hear(self, timeout_s: float) -> None:
         """Take what the keeper has told, and wait so long for it to tell something."""
@@ -367,7 +377,7 @@ class Attached(Mapping[str, torch.Tensor]):
 
     def _listen(self, callback: Callable[[int], object]) -> None:
         """Hear of versions on a connection of this thread's own: the other one is its user's."""
-        connection, number, last = self._listening, 0, self._version
+        connection, number, last = self._listening, 0, self._token
         while not self._is_closed:
             try:
                 connection.open()
@@ -381,10 +391,10 @@ class Attached(Mapping[str, torch.Tensor]):
             except TpspanError:  # closed; or the name, or a keeper, is not there now
                 self._ended.wait(_LOOK_S)
                 continue
-            newest = connection.newest
-            if newest <= last or self._is_closed:
+            newest, token = connection.newest
+            if not newest or token == last or self._is_closed:
                 continue
-            last = newest
+            last = token
             try:
                 callback(newest)
             except Exception as error:

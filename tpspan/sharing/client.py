@@ -44,6 +44,10 @@ class LayoutDiffers(Exception):
         super().__init__()
 
 
+class NoAnswer(KeeperError):
+    """The keeper lives and does not answer in time; it may do what it was asked for later."""
+
+
 class MissingBlocks(KeeperError):
     """A version names blocks that the keeper does not have, or not yet."""
 
@@ -72,18 +76,24 @@ class Connection:
     """One connection; any thread may use it.
 
     Attributes:
-        newest: the newest version the keeper has told of; 0 if it has not.
-        removed: whether the name was removed at some time.
+        newest: number and token of the newest version, as the keeper has told last; a number of 0
+            if it has told of none, or that the name was removed.
         number: of connections so far, so that a new one is noticed.
     """
 
     def __init__(self) -> None:
-        self.newest = 0
-        self.removed = False
+        self.newest = (0, "")
         self.number = 0
         self._lock = threading.RLock()
         self._socket: socket.socket | None = None
+        self._left: list[socket.socket] = []
+        self._num_waiting = 0
         self._closed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection, as far as this process knows."""
+        return self._socket is not None
 
     def open(self) -> None:
         """Connect, if there is no connection; starts a keeper if there is none.
@@ -136,7 +146,7 @@ class Connection:
                 ) from None
             except TimeoutError:
                 self._disconnect()
-                raise KeeperError(f"the keeper does not answer within {TIMEOUT_S:g} s") from None
+                raise NoAnswer(f"the keeper does not answer within {TIMEOUT_S:g} s") from None
             except (OSError, wire.WireError) as error:
                 self._disconnect()
                 raise Lost(str(error)) from None
@@ -169,16 +179,19 @@ class Connection:
             Lost: the keeper has ended; this connection is new at its next use.
             KeeperError: there is none, and none can be started.
         """
-        self.open()
-        connection = self._socket
-        if connection is None:
-            return
-        poll = select.poll()
-        try:
+        with self._lock:
+            self.open()
+            connection = self._socket
+            assert connection is not None
+            poll = select.poll()
             poll.register(connection, select.POLLIN)
-        except (OSError, ValueError):  # closed by another thread
-            return
-        ready = poll.poll(max(timeout_s, 0.0) * 1e3)
+            self._num_waiting += 1
+        try:
+            ready = poll.poll(max(timeout_s, 0.0) * 1e3)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                self._close_left()
         with self._lock:
             if not ready or self._socket is not connection:
                 return
@@ -203,21 +216,29 @@ class Connection:
     def _receive(self, connection: socket.socket) -> tuple[dict[str, Any], bytes, int]:
         while True:
             received = wire.receive(connection)
-            if "event" not in received[0]:
+            if not _is_news(received[0]):
                 return received
             self._note(*received)
 
     def _note(self, message: dict[str, Any], data: bytes, num_fds: int) -> None:
-        if message.get("event") == "version":
-            self.newest = max(self.newest, message["version"])
-        self.removed |= message.get("event") == "removed"
+        if _is_news(message):
+            number, token = message["newest"]
+            self.newest = (number, token)
 
     def _disconnect(self) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):  # wakes a thread that waits for news
                 self._socket.shutdown(socket.SHUT_RDWR)
-            self._socket.close()
+            self._left.append(self._socket)
             self._socket = None
+            self._close_left()
+
+    def _close_left(self) -> None:
+        # A thread that waits looks at a number, which must not be that of something else by then.
+        if not self._num_waiting:
+            for left in self._left:
+                left.close()
+            self._left.clear()
 
 
 def keep_trying(step: Callable[[], Any]) -> Any:
@@ -240,6 +261,11 @@ def keep_trying(step: Callable[[], Any]) -> Any:
                 raise UnknownNameError(str(error)) from None
             time.sleep(_RETRY_S)
     raise AssertionError("unreachable")
+
+
+def _is_news(message: dict[str, Any]) -> bool:
+    """Whether the keeper says it unasked: the newest version, and nothing else."""
+    return message.keys() == {"newest"}
 
 
 def _error(answer: dict[str, Any], data: bytes) -> Exception:

@@ -20,7 +20,8 @@ class Fetched:
     """A version, as the keeper knows it.
 
     Attributes:
-        version, newest: its number, and that of the newest one.
+        version, token: its number, and what tells it from every other version.
+        newest: the number of the newest one.
         description: device and sizes.
         encoded: the layout.
         state: what the publisher says of this version.
@@ -30,6 +31,7 @@ class Fetched:
     """
 
     version: int
+    token: str
     newest: int
     description: dict[str, Any]
     encoded: bytes
@@ -91,7 +93,8 @@ def fetch(
         said, end = answer.message, answer.message["layout_nbytes"]
         found = Fetched(
             said["version"],
-            said["newest"],
+            said["token"],
+            said["newest"][0],
             said["description"],
             answer.data[:end],
             answer.data[end:],
@@ -108,6 +111,7 @@ def fetch(
                     if keep_fds:
                         found.fds[place] = fd
                         closing.pop_all()
-        connection.newest = max(connection.newest, found.newest)
+        number, token = said["newest"]
+        connection.newest = (number, token)
         undo.pop_all()
     return found

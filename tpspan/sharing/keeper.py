@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
@@ -25,6 +26,7 @@ from tpspan.sharing.place import Place, find_place
 from tpspan.sharing.serving import Keeper
 
 _LOCK_S = 5.0
+_POLL_S = 5e-3
 
 
 def _serves(place: Place) -> bool:
@@ -48,25 +50,24 @@ def run(place: Place, *, ends_by_itself: bool, ready: Callable[[], None]) -> Non
     Raises:
         KeeperError: another keeper of this place neither serves nor ends.
     """
-    lock = place.lock("alive", 0.0)
-    if lock is None:
+    deadline = time.monotonic() + _LOCK_S
+    while (lock := place.lock()) is None:
         if _serves(place):
             ready()
             return
-        lock = place.lock("alive", _LOCK_S)  # it is about to end
-    if lock is None:
-        raise KeeperError(f"a keeper in {place.directory} neither answers nor ends: kill it")
+        if time.monotonic() > deadline:  # else it is about to end, or to make its socket anew
+            raise KeeperError(f"a keeper in {place.directory} neither answers nor ends: kill it")
+        time.sleep(_POLL_S)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # Whoever ends in order takes the socket away.
     keeper = Keeper(
-        place, ends_by_itself=ends_by_itself, follows_a_kill=os.path.exists(place.socket)
+        place, lock, ends_by_itself=ends_by_itself, follows_a_kill=os.path.exists(place.socket)
     )
     signal.signal(signal.SIGTERM, lambda *_: keeper.stop())
     signal.signal(signal.SIGINT, lambda *_: keeper.stop())
     ready()
     keeper.serve()
-    os.close(lock)
 
 
 def main(words: list[str]) -> int:

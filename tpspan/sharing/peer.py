@@ -24,7 +24,7 @@ class Peer(Client):
     def __init__(self, connection: socket.socket, pid: int) -> None:
         super().__init__(pid)
         self.connection = connection
-        self.news: tuple[str, int] | None = None
+        self.news: tuple[int, str] | None = None
         self._arrived = bytearray()
         self._fds: list[int] = []
         self._truncated = False
@@ -96,8 +96,7 @@ class Peer(Client):
         try:
             while self.wants_to_send:
                 if not self._queue and self.news is not None:
-                    event = {"event": self.news[0], "version": self.news[1]}
-                    self._queue.append((wire.encode(event), ()))
+                    self._queue.append((wire.encode({"newest": self.news}), ()))
                     self.news = None
                 part, blocks = self._queue[0]
                 if blocks:

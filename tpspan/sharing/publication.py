@@ -11,7 +11,12 @@ from typing import Self
 import torch
 from torch import nn
 
-from tpspan.errors import ClosedError, InUseError, OutOfMemoryError, PublicationMismatch
+from tpspan.errors import (
+    ClosedError,
+    KeeperError,
+    OutOfMemoryError,
+    PublicationMismatch,
+)
 from tpspan.memory import Block, Right
 from tpspan.memory.closing import close_each
 from tpspan.parallel.regions import Slots
@@ -139,44 +144,44 @@ class Publication(Mapping[str, torch.Tensor]):
             OutOfMemoryError: there is no memory for what changed; the last version is intact, and
                 what was written is still there to be committed.
             UnknownNameError: the name was removed, or somebody else publishes it now.
-            KeeperError: the keeper cannot be reached or is out of descriptors.
+            KeeperError: the keeper cannot be reached or is out of descriptors. If it was reached
+                and then does not say what became of the version, this has the next number here all
+                the same, and is brought to the keeper as soon as one answers; the error says so.
             KeyError: ``changed`` names a tensor that is not there.
         """
         with self._lock:
             self._check_open()
             skeleton = self._write(values)
             candidates = None if changed is None else self.layout.places_of(changed)
-            version = self._commit(candidates, skeleton)
-            self._skeleton = skeleton
-            return version
+            return self._commit(candidates, skeleton)
 
     def close(self, *, remove: bool = False) -> None:
         """Stop publishing. Attached processes go on, and others may attach, until it is removed.
 
-        The tensors of a published module get memory of their own, with their values.
+        The tensors of a published module get memory of their own, with their values. Not
+        collective: a rank of a world that publishes a span may leave alone.
 
         Args:
-            remove: remove the name as well.
+            remove: remove the name as well; if a world publishes, its first rank does so.
 
         Raises:
-            InUseError: other tensors of this publication are alive: drop them and close again.
+            InUseError: other tensors of this publication are alive, and nothing was changed: drop
+                them and close again.
         """
         with self._lock:
             if self._is_closed:
                 return
-            self._adopted.make_private()
             if isinstance(self._working, OwnMemory):
-                num_live = self._working.mapped.range.num_live
-                if num_live:
-                    raise InUseError(
-                        f"{num_live} tensors of the publication {self.name!r} are still alive: "
-                        "drop them first"
-                    )
+                tensors = self._working.mapped.range
+                self._adopted.make_private(
+                    tensors, keep=self, what=f"tensors of the publication {self.name!r}"
+                )
             self._is_closed = True
         try:
             if remove and self._group.leads:
                 self._registration.remove()
-            self._working.settle()
+            if isinstance(self._working, OwnMemory):  # a span stays, and its ranks may be elsewhere
+                self._working.settle()
         finally:
             self._dissolve()
 
@@ -215,21 +220,42 @@ class Publication(Mapping[str, torch.Tensor]):
                 names.update(each)
             ordered = [names[place] for place in range(len(self.layout.sizes))]
 
-            def register() -> int:
+            def register() -> tuple[int, str]:
                 if not group.leads:
-                    return 0
-                return self._registration.commit(ordered, skeleton, named)
+                    return 0, ""
+                version = self._registration.commit(ordered, skeleton, named)
+                return version, self._doubt(version)
 
-            version = int(group.broadcast(group.together("Publication.commit", register)))
+            found = group.broadcast(group.together("Publication.commit", register))
+            version, doubt = int(found[0]), str(found[1])
             undo.pop_all()
         if not group.leads:
             self._registration.committed(version, ordered, skeleton, named)
+        self._skeleton = skeleton
         self._garbage += self._displaced.values()
         self._displaced = {}
         if isinstance(working, OwnMemory) and working.read_only:
             working.freeze(named, self._published)
         close_blocks(self._garbage)
+        if doubt:
+            cause, self._registration.doubt = self._registration.doubt, None
+            try:
+                if cause is None or isinstance(cause, KeeperError):
+                    raise KeeperError(doubt) from cause
+                raise cause
+            finally:
+                del cause
         return version
+
+    def _doubt(self, version: int) -> str:
+        """What to say of a version that the keeper may not have; empty if it has it."""
+        doubt = self._registration.doubt
+        if doubt is None:
+            return ""
+        return (
+            f"it is not known whether the keeper took version {version} of {self.name!r}, which is "
+            f"brought to it as soon as one answers: {doubt}"
+        )
 
     def _changed(self, candidates: Iterable[int] | None) -> list[int]:
         """The open blocks that differ from the last version, or that are said to."""
@@ -354,7 +380,6 @@ class Publication(Mapping[str, torch.Tensor]):
         with self._lock, torch.no_grad():
             for part, tensor in zip(source.parts, source.tensors, strict=True):
                 self[part.names[0]].copy_(tensor.detach())
-            self._skeleton = source.skeleton
             version = self._commit(None, source.skeleton)
             self._move(source)
         return version

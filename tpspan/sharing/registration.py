@@ -26,6 +26,7 @@ from tpspan.sharing.client import (
     LayoutDiffers,
     Lost,
     MissingBlocks,
+    NoAnswer,
     keep_trying,
 )
 from tpspan.sharing.fetch import Fetched
@@ -50,6 +51,7 @@ class Registration:
 
     Attributes:
         version: the newest one; 0 if there is none.
+        doubt: why it is not known whether the keeper has it, if that is so.
         names: what the keeper calls its blocks, by place.
         connection: of this process.
     """
@@ -64,12 +66,16 @@ class Registration:
     ) -> None:
         self.name, self.layout, self.keep = name, layout, keep
         self.version = 0
+        self.doubt: BaseException | None = None
         self.names: tuple[str, ...] = ()
         self.connection = Connection()
         self._description = dict(description)
         self._group = group
         self._held: dict[int, tuple[str, Block]] = {}
         self._state = b""
+        self._publisher = secrets.token_hex(8)
+        self._token = ""
+        self._coming = ""  # the token of a version that is being committed
         self._keeps: object = None
         # Whether what was imported can be exported again is the driver's business: nobody asks it.
         self._fds: dict[str, int] = {}
@@ -88,9 +94,12 @@ class Registration:
         """
         if not self._group.leads:
             keep_trying(self.connection.open)
+            self._seeded = self.connection.number
             return
         answer = keep_trying(self._claimed)
-        self.version, self.names = answer["version"], tuple(answer["blocks"])
+        self._seeded = self.connection.number
+        self.version, self._token = answer["version"], answer["token"]
+        self.names = tuple(answer["blocks"])
 
     def watch(self, keep: object) -> None:
         """From now on bring the newest version to the next keeper if this one is killed.
@@ -99,7 +108,6 @@ class Registration:
             keep: lives until ``close``.
         """
         self._keeps = keep
-        self._seeded = self.connection.number
         self._thread = threading.Thread(target=self._watch, name="tpspan-publisher", daemon=True)
         self._thread.start()
 
@@ -114,10 +122,15 @@ class Registration:
         """Take back what was deposited for a version that does not come."""
         names = [name for name, _ in named.values()]
         with self._lock, contextlib.suppress(Lost, TpspanError):  # something else is raised already
-            self.connection.ask({"op": "withdraw", "blocks": names})
+            if self.connection.is_open:  # else they went with the connection
+                self.connection.ask({"op": "withdraw", "blocks": names})
 
     def commit(self, names: Sequence[str], state: bytes, named: Held) -> int:
         """Make deposited blocks, and those of the last version, the next version.
+
+        If the keeper was asked and did not say what became of it, it is asked again as soon as it
+        answers. If it does not, the version counts as made, since readers may have it: it is
+        brought to the keeper later, and ``doubt`` says why it is not there for sure.
 
         Args:
             names: of all blocks, by place.
@@ -125,22 +138,52 @@ class Registration:
             named: the deposited ones of this process, deposited again if the keeper was killed.
         """
         with self._lock:
+            self.doubt, self._coming = None, secrets.token_hex(8)
+            is_asked = False
 
             def step() -> int:
-                if self._seed():
+                nonlocal is_asked
+                there = self._seed()
+                if there is not None and there["token"] == self._coming:
+                    return int(there["version"])  # taken before the connection ended
+                if there is not None:
+                    is_asked = False  # and by that one nothing can come any more
                     self._send(named)
-                request = {"op": "commit", "name": self.name, "blocks": list(names)}
-                return int(self.connection.ask(request, state)["version"])
+                request = {
+                    "op": "commit",
+                    "name": self.name,
+                    "blocks": list(names),
+                    "token": self._coming,
+                }
+                is_asked = True
+                try:
+                    return int(self.connection.ask(request, state)["version"])
+                except NoAnswer:
+                    raise
+                except TpspanError:
+                    is_asked = False
+                    raise
 
-            version = int(keep_trying(step))
+            try:
+                try:
+                    version = int(keep_trying(step))
+                except NoAnswer:
+                    version = int(keep_trying(step))
+            except BaseException as error:
+                if not is_asked or self._thread is None:
+                    raise
+                version, self.doubt = self.version + 1, error
             # Before anything else can bring the version before this one to another keeper.
-            self.committed(version, names, state, named)
+            self.committed(version, names, state, named, token=self._coming)
         return version
 
-    def committed(self, version: int, names: Sequence[str], state: bytes, held: Held) -> None:
+    def committed(
+        self, version: int, names: Sequence[str], state: bytes, held: Held, *, token: str = ""
+    ) -> None:
         """Note what the newest version is, and this process's blocks of it."""
         with self._lock:
             self.version, self.names, self._state = version, tuple(names), state
+            self._token = token
             self._held.update(held)
             for name in set(self._fds) - set(names):
                 os.close(self._fds.pop(name))
@@ -149,7 +192,7 @@ class Registration:
         """Note this process's blocks of the version that an earlier publisher has left."""
         self._fds.update({fetched.names[place]: fd for place, fd in fetched.fds.items()})
         held = {place: (fetched.names[place], block) for place, block in fetched.blocks.items()}
-        self.committed(fetched.version, fetched.names, fetched.state, held)
+        self.committed(fetched.version, fetched.names, fetched.state, held, token=fetched.token)
 
     def remove(self) -> None:
         """Remove the name, unless somebody has, or publishes under it now."""
@@ -189,6 +232,7 @@ class Registration:
             "name": self.name,
             "description": self._description,
             "keep": self.keep,
+            "publisher": self._publisher,
         }
         try:
             return self.connection.ask(request, self.layout.encode())
@@ -220,18 +264,30 @@ class Registration:
         with self.connection.request(request, b"", len(named), exported()):
             pass
 
-    def _seed(self) -> bool:
-        """Bring everything to a keeper that does not know it; returns whether that was needed."""
+    def _seed(self) -> dict[str, Any] | None:
+        """Bring everything to a keeper that does not know it.
+
+        Returns:
+            What it had under the name, if this connection is a new one.
+        """
         self.connection.open()
-        if not self._seeded or self.connection.number == self._seeded:
-            return False
+        if self.connection.number == self._seeded:
+            return None
         number = self.connection.number
-        if self._group.leads and self._claimed()["version"] >= max(self.version, 1):
+        there: dict[str, Any] = {"version": 0, "token": ""}
+        if self._group.leads:
+            there = self._claimed()
+        if there["token"] and there["token"] in (self._token, self._coming):
             self._seeded = number  # the same keeper, by another connection
-            return True
+            return there
         self._send(self._held)
-        if self._group.leads and self.version:
-            request = {"op": "commit", "name": self.name, "blocks": list(self.names)}
+        if self._group.leads and self.version > there["version"]:
+            request = {
+                "op": "commit",
+                "name": self.name,
+                "blocks": list(self.names),
+                "token": self._token,
+            }
             deadline = time.monotonic() + _OTHERS_S
             while True:
                 try:
@@ -242,7 +298,7 @@ class Registration:
                         raise
                 time.sleep(_POLL_S)
         self._seeded = number
-        return True
+        return there
 
     def _watch(self) -> None:
         while not self._closed.is_set():

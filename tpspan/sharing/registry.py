@@ -38,14 +38,15 @@ class Version:
     """One state of a publication; it never changes.
 
     Attributes:
-        number: counts from 1.
+        number: counts from 1; from 1 again if the name is removed and published anew.
+        token: tells it from every other version, and stays if another keeper gets it.
         blocks: by place in the layout.
         state: what the publisher says of it, which only readers understand.
         time_s: when it came to be, in seconds of the epoch.
     """
 
-    def __init__(self, number: int, blocks: tuple[Block, ...], state: bytes) -> None:
-        self.number, self.blocks, self.state = number, blocks, state
+    def __init__(self, number: int, token: str, blocks: tuple[Block, ...], state: bytes) -> None:
+        self.number, self.token, self.blocks, self.state = number, token, blocks, state
         self.time_s = time.time()
 
 
@@ -56,7 +57,7 @@ class Client:
         pid: its process.
         deposited: blocks it has sent that are in no version yet, by name.
         owns: the names that it publishes.
-        reads: name and version it has mapped, or None.
+        reads: name, number and token of the version it has mapped, or None.
         watches: the name of whose versions it wants to hear, if it reads none.
     """
 
@@ -64,7 +65,7 @@ class Client:
         self.pid = pid
         self.deposited: dict[str, Block] = {}
         self.owns: set[str] = set()
-        self.reads: tuple[str, int] | None = None
+        self.reads: tuple[str, int, str] | None = None
         self.watches = ""
 
 
@@ -73,6 +74,7 @@ class Publication:
 
     Attributes:
         owner: who publishes, or None if that process has gone.
+        publisher: what tells the owner from others, by whatever connection it comes.
         pid: the process that published last.
         description: device and sizes, for people and for readers.
         layout: which tensors lie where, for readers only.
@@ -83,6 +85,7 @@ class Publication:
     def __init__(self, name: str, description: dict[str, Any], layout: bytes) -> None:
         self.name, self.description, self.layout = name, description, layout
         self.owner: Client | None = None
+        self.publisher = ""
         self.pid = 0
         self.keep = 1
         self.versions: dict[int, Version] = {}
@@ -113,9 +116,19 @@ class Registry:
         return len(held) + sum(len(client.deposited) for client in self.clients)
 
     def claim(
-        self, client: Client, name: str, description: dict[str, Any], layout: bytes, keep: int
+        self,
+        client: Client,
+        name: str,
+        description: dict[str, Any],
+        layout: bytes,
+        *,
+        keep: int,
+        publisher: str,
     ) -> Publication:
         """Make a client the publisher of a name that nobody publishes now.
+
+        If it is the publisher that the name has, by another connection, whatever may still come by
+        the one before is refused.
 
         Raises:
             Refused: the name is taken, or holds tensors of another layout.
@@ -124,7 +137,7 @@ class Registry:
         found = self.publications.get(name)
         if found is None:
             found = self.publications[name] = Publication(name, description, layout)
-        elif found.owner is not None and found.owner is not client:
+        elif found.owner not in (None, client) and found.publisher != publisher:
             raise Refused(
                 "taken",
                 f"{name!r} is published by process {found.pid}, which is alive",
@@ -137,7 +150,10 @@ class Registry:
                 found.layout,
                 device=found.description["device"],
             )
-        found.owner, found.pid, found.keep = client, client.pid, max(keep, 1)
+        if found.owner is not None:
+            found.owner.owns.discard(name)
+        found.owner, found.pid, found.publisher = client, client.pid, publisher
+        found.keep = max(keep, 1)
         client.owns.add(name)
         return found
 
@@ -154,11 +170,21 @@ class Registry:
             client.deposited.pop(name, None)
 
     def commit(
-        self, client: Client, name: str, blocks: list[str], state: bytes, number: int | None
+        self,
+        client: Client,
+        name: str,
+        blocks: list[str],
+        state: bytes,
+        *,
+        token: str,
+        number: int | None = None,
     ) -> Version:
         """Make deposited blocks, and those of earlier versions, the next version.
 
+        What else the client has deposited is given up.
+
         Args:
+            token: what tells the version from every other.
             number: of a version that an earlier keeper had.
 
         Raises:
@@ -166,19 +192,21 @@ class Registry:
                 has changed.
         """
         publication = self._owned(client, name)
-        known = {b.name: b for v in publication.versions.values() for b in v.blocks}
+        known: dict[str, Block] = {}
         for each in self.clients:
             known.update(each.deposited)
+        known.update((b.name, b) for v in publication.versions.values() for b in v.blocks)
         missing = [block for block in blocks if block not in known]
         if missing:
             raise Refused("missing", f"{len(missing)} blocks of {name!r} have not been deposited")
         last = max(publication.versions, default=0)
         number = max(last + 1, number or 0)
-        version = Version(number, tuple(known[block] for block in blocks), state)
+        version = Version(number, token, tuple(known[block] for block in blocks), state)
         publication.versions[number] = version
         self.trim(publication, publication.keep)
         for each in self.clients:
             self.withdraw(each, blocks)
+        client.deposited.clear()
         return version
 
     def trim(self, publication: Publication, keep: int) -> None:
@@ -245,10 +273,10 @@ class Registry:
         return [self._listed(each) for _, each in sorted(self.publications.items())]
 
     def _listed(self, publication: Publication) -> dict[str, Any]:
-        readers: dict[int, list[int]] = {}
+        readers: dict[tuple[int, str], list[int]] = {}
         for client in self.clients:
             if client.reads is not None and client.reads[0] == publication.name:
-                readers.setdefault(client.reads[1], []).append(client.pid)
+                readers.setdefault(client.reads[1:], []).append(client.pid)
         held: dict[str, int] = {}
         versions = []
         for number, version in sorted(publication.versions.items()):
@@ -259,9 +287,12 @@ class Registry:
                     "version": number,
                     "time": version.time_s,
                     "new_bytes": sum(new.values()),
-                    "readers": sorted(readers.pop(number, [])),
+                    "readers": sorted(readers.pop((number, version.token), [])),
                 }
             )
+        gone: dict[str, list[int]] = {}
+        for (number, _), pids in sorted(readers.items()):
+            gone[str(number)] = sorted(gone.get(str(number), []) + pids)
         return {
             "name": publication.name,
             **publication.description,
@@ -270,7 +301,7 @@ class Registry:
             "publisher_alive": publication.owner is not None,
             "held_bytes": sum(held.values()),
             "versions": versions,
-            "readers_of_gone_versions": {str(k): sorted(v) for k, v in sorted(readers.items())},
+            "readers_of_gone_versions": gone,
         }
 
     def _owned(self, client: Client, name: str) -> Publication:

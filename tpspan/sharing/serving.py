@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tpspan.errors import KeeperError
 from tpspan.sharing import wire
+from tpspan.sharing.moving import move
 from tpspan.sharing.peer import Peer
 from tpspan.sharing.place import Place
 from tpspan.sharing.registry import Block, Refused, Registry, Version
@@ -25,7 +27,8 @@ GRACE_S = 1.0
 RESEED_S = 3.0
 """After a keeper was killed, publishers that live have this long to come to the next one."""
 
-_LOOK_S = 1.0
+_LOOK_S = 0.25
+_LOST_S = 10.0
 
 Answer = tuple[dict[str, Any], bytes, tuple[Block, ...]]
 
@@ -35,13 +38,16 @@ class Keeper:
 
     Args:
         place: where it listens.
+        lock: says that no other keeper serves there; it is closed in the end.
         ends_by_itself: whether to end when it holds nothing.
         follows_a_kill: an earlier keeper was killed here, so publishers may be on their way.
     """
 
-    def __init__(self, place: Place, *, ends_by_itself: bool, follows_a_kill: bool) -> None:
+    def __init__(
+        self, place: Place, lock: int, *, ends_by_itself: bool, follows_a_kill: bool
+    ) -> None:
         self.registry = Registry()
-        self._place = place
+        self._place, self._lock = place, lock
         self._ends_by_itself = ends_by_itself
         self._settled_s = time.monotonic() + (RESEED_S if follows_a_kill else 0.0)
         self._selector = selectors.DefaultSelector()
@@ -51,15 +57,7 @@ class Keeper:
         # A signal ends a wait only through a descriptor.
         self._wakes, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wakes, selectors.EVENT_READ)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(place.socket)
-        self._listener.bind(place.socket)
-        os.chmod(place.socket, 0o600)
-        self._inode = os.stat(place.socket).st_ino
-        self._listener.listen(256)
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._listener = self._listening()
         self._operations: dict[str, Callable[[Peer, dict[str, Any], bytes, list[int]], Answer]] = {
             "hello": self._hello,
             "claim": self._claim,
@@ -79,7 +77,7 @@ class Keeper:
 
     def serve(self) -> None:
         """Serve until stopped, or until nothing is held and nobody has come for a while."""
-        idle_s = looked_s = time.monotonic()
+        idle_s = looked_s = found_s = time.monotonic()
         try:
             while not self._stopped:
                 for key, events in self._selector.select(0.25):
@@ -91,28 +89,64 @@ class Keeper:
                     return
                 if now - looked_s > _LOOK_S:
                     looked_s = now
-                    if not self.registry.clients and not self._is_reachable():
-                        return
+                    if self._place.listens(self._socket) or self._listen_again():
+                        found_s = now
+                    elif not self.registry.clients and now - found_s > _LOST_S:
+                        return  # nobody could ever give back what is held here
         finally:
             # A client that is in the listener's queue by now sees its connection end, and starts
             # the next keeper.
-            if self._is_reachable():
+            if self._place.listens(self._socket):
                 os.unlink(self._place.socket)
             self._listener.close()
             for client in tuple(self.registry.clients):
                 assert isinstance(client, Peer)
                 self._drop(client)
             self._selector.close()
-            for fd in (self._spare, self._wakes, self._wake, *self._pidfds.values()):
+            fds = (self._spare, self._wakes, self._wake, self._lock, *self._pidfds.values())
+            for fd in fds:
                 os.close(fd)
 
-    def _is_reachable(self) -> bool:
-        """Whether the socket is still there: cleaners of /tmp take old ones away, and then nobody
-        could ever give back what is held here."""
+    def _listening(self) -> socket.socket:
+        """A socket at the place, in the place of whatever is there."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            return os.stat(self._place.socket).st_ino == self._inode
-        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._place.socket)
+            listener.bind(self._place.socket)
+            os.chmod(self._place.socket, 0o600)
+            listener.listen(256)
+            listener.setblocking(False)
+            self._socket = os.stat(self._place.socket)
+            self._selector.register(listener, selectors.EVENT_READ)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def _listen_again(self) -> bool:
+        """Be found again after somebody has taken the socket away, as cleaners of /tmp do with old
+        files; returns whether that went well. If another keeper has come to the place by now, it
+        gets everything, and this one ends."""
+        try:
+            self._place.make()
+            if not self._place.is_locked(self._lock):
+                lock = self._place.lock()
+                if lock is None:
+                    move(self.registry, self._place)
+                    self._stopped = True  # clients see their connections end, and go there
+                    return True
+                os.close(self._lock)
+                self._lock = lock
+            listener = self._listening()
+        except (OSError, KeeperError, wire.WireError):
             return False
+        while self._accept():
+            pass
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = listener
+        return True
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj is self._listener:
@@ -138,11 +172,12 @@ class Keeper:
         except wire.WireError:
             self._drop(peer)
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Take a client in; returns whether there was one."""
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
-            return
+            return False
         except OSError:  # no descriptor is left but the spare one: say so
             os.close(self._spare)
             with contextlib.suppress(OSError):
@@ -151,16 +186,17 @@ class Keeper:
                     refusal = self._refusal(self._out_of_descriptors())
                     connection.send(wire.encode(refusal[0]))
             self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-            return
+            return False
         pid, user = wire.credentials(connection)
         if user != os.geteuid():
             connection.close()
-            return
+            return True
         connection.setblocking(False)
         peer = Peer(connection, pid)
         self.registry.clients.add(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
         self._watch_process(pid)
+        return True
 
     def _watch_process(self, pid: int) -> None:
         """See a process end even if a child of it has inherited its sockets."""
@@ -195,11 +231,11 @@ class Keeper:
     ) -> None:
         operation, name = message.get("op"), message.get("name")
         if operation in ("reads", "watches"):  # these want no answer, not even if they are wrong
-            version = message.get("version")
+            version, token = message.get("version"), message.get("token")
             if operation == "watches" and isinstance(name, str):
                 peer.watches = name
-            elif isinstance(name, str) and isinstance(version, int):
-                peer.reads = (name, version)
+            elif isinstance(name, str) and isinstance(version, int) and isinstance(token, str):
+                peer.reads = (name, version, token)
             return
         try:
             if lost:
@@ -243,10 +279,15 @@ class Keeper:
 
     def _claim(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
         found = self.registry.claim(
-            peer, message["name"], message["description"], data, message["keep"]
+            peer,
+            message["name"],
+            message["description"],
+            data,
+            keep=message["keep"],
+            publisher=message["publisher"],
         )
         if found.newest is None:
-            return {"version": 0, "blocks": []}, b"", ()
+            return {"version": 0, "token": "", "blocks": []}, b"", ()
         return self._shown(found.newest, ()), b"", ()
 
     def _deposit(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
@@ -259,8 +300,15 @@ class Keeper:
 
     def _commit(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
         name = message["name"]
-        version = self.registry.commit(peer, name, message["blocks"], data, message.get("version"))
-        self._tell_readers(name, "version", version.number)
+        version = self.registry.commit(
+            peer,
+            name,
+            message["blocks"],
+            data,
+            token=message["token"],
+            number=message.get("version"),
+        )
+        self._tell_readers(name, version.number, version.token)
         return {"version": version.number}, b"", ()
 
     def _trim(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
@@ -271,11 +319,12 @@ class Keeper:
         have = set(message["have"])
         try:
             found, version = self.registry.find(message["name"], message.get("version"))
+            newest = found.newest or version
         except Refused as refused:
             refused.details["settling_s"] = max(0.0, self._settled_s - time.monotonic())
             raise
         if message["reads"] == "this":
-            peer.reads = (found.name, version.number)
+            peer.reads = (found.name, version.number, version.token)
         wanted = message.get("places")
         there = range(len(version.blocks))
         # A name that was published anew may have fewer blocks; the client sees it by the layout.
@@ -283,7 +332,7 @@ class Keeper:
         sent = [place for place in places if version.blocks[place].name not in have]
         reply = self._shown(version, sent)
         reply.update(
-            newest=max(found.versions),
+            newest=[newest.number, newest.token],
             description=found.description,
             layout_nbytes=len(found.layout),
         )
@@ -294,6 +343,7 @@ class Keeper:
     def _shown(version: Version, sent: Any) -> dict[str, Any]:
         return {
             "version": version.number,
+            "token": version.token,
             "blocks": [block.name for block in version.blocks],
             "sizes": [block.nbytes for block in version.blocks],
             "sent": list(sent),
@@ -306,14 +356,15 @@ class Keeper:
     def _remove(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
         name = message["name"]
         self.registry.remove(peer, name, force=bool(message["force"]))
-        self._tell_readers(name, "removed", 0)
+        self._tell_readers(name, 0, "")
         return {}, b"", ()
 
-    def _tell_readers(self, name: str, event: str, number: int) -> None:
+    def _tell_readers(self, name: str, number: int, token: str) -> None:
+        """Tell which version is the newest now; 0 if the name is gone."""
         for client in tuple(self.registry.clients):
             hears = client.reads[0] if client.reads else client.watches
             if isinstance(client, Peer) and hears == name:
-                client.news = (event, number)  # a client that reads slowly gets the last one only
+                client.news = (number, token)  # a client that reads slowly gets the last one only
                 try:
                     self._flush(client)
                 except wire.WireError:

@@ -55,7 +55,7 @@ def connect(*, start: bool = True) -> socket.socket | None:
         connection = _greeted(place)
         if connection is not None or not start:
             return connection
-        lock = place.lock("start", max(deadline - time.monotonic(), 0.0))
+        lock = place.lock_starting(max(deadline - time.monotonic(), 0.0))
         try:
             if lock is None:
                 raise KeeperError(f"a keeper is being started in {place.directory}, without end")

@@ -19,7 +19,7 @@ from typing import Any
 BATCH = 64
 """Descriptors in one batch; Linux allows 253 (SCM_MAX_FD)."""
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes when an older keeper would not understand a newer client."""
 
 HEADER = struct.Struct("!III")  # bytes of the JSON, bytes beside it, descriptors
