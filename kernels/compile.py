@@ -55,6 +55,8 @@ _loaded: dict[tuple[str, int], DeviceKernel] = {}
 _CACHE = DiskCache("ptx", 1, "TPSPAN_KERNEL_CACHE")
 _COMPILERS = ("numba", "numba-cuda")
 _MOST_ARGUMENTS = 16
+# Of a block of any kernel. The driver then lets a thread have no more registers than there are.
+_MOST_THREADS = 512
 _contexts: dict[int, Any] = {}
 _lock = threading.Lock()
 
@@ -72,9 +74,10 @@ def compile_ptx(name: str, compute_capability: tuple[int, int]) -> tuple[str, st
     body = getattr(importlib.import_module(module_name), name)
     signature = cuda.types.void(*[cuda.types.int64] * num_arguments)
     ptx, _ = cuda.compile_ptx(body, signature, cc=compute_capability, device=False, abi="numba")
-    entry = re.search(r"\.entry\s+([\w$]+)\s*\(", ptx)
+    entry = re.search(r"\.entry\s+([\w$]+)\s*\([^)]*\)", ptx)
     assert entry is not None, "numba's PTX has no entry"
-    return ptx, entry.group(1)
+    bound = f"\n.maxntid {_MOST_THREADS}, 1, 1"
+    return ptx[: entry.end()] + bound + ptx[entry.end() :], entry.group(1)
 
 
 def cached_ptx(

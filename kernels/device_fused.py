@@ -13,19 +13,19 @@ graph can be replayed. The count's last two bits say which of the block's four s
 Why no byte is overwritten before it was read (invariant 6). Take round c + 1 of block b of rank r.
 It is staged where round c - 3 of that block was, which block b of every peer q must have read.
 
-1. All ranks make the same launches, and all blocks of a launch take the same number of rounds, even
-   those that have nothing to stage. So round c is the same round of the same launch on all ranks,
-   and a slot belongs to one block whatever the sizes of the calls: nothing but the rounds of block
-   b of the ranks has to be looked at.
+1. All ranks make the same launches, of the same numbers of blocks and rounds, and a block goes
+   through all rounds even if it has nothing to stage. So round c of block b is the same round of
+   the same launch on all ranks. A slot belongs to one block whatever the shape of the launch:
+   nothing but the rounds of block b of the ranks has to be looked at.
 2. r stages round c + 1 behind its wait for round c - 1. Within a launch the order above says so. At
    the beginning of a launch it has waited for even more, for launches of a rank follow each other,
    and each ends with a wait for its last round: the first round of a launch has c awaited, the
    second c - 1.
 3. q posts round c - 1 behind its reads of round c - 3. Within a launch these are the reads of the
-   step before; if round c - 1 begins a launch, or is the second one, round c - 3 was read in an
-   earlier launch, which has ended. What all threads of a block have read is behind them when they
-   come to the barrier in front of the post, and the post's fence and the wait's acquire hand that on
-   to r.
+   step before; if round c - 1 is the first or the second one of a launch, round c - 3 was read in
+   an earlier launch, which has ended. What the threads of a block have read is behind them when
+   they come to the barrier in front of the post; the post's fence and the wait's acquire hand that
+   on to r.
 
 Three slots would not do: round c - 2 may still be read when c + 1 is staged. A rank reads its own
 slots, too, but its block goes through barriers between any read and the next write.
@@ -124,8 +124,8 @@ def _await_blocks(
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
 def _mark_of(epoch: int) -> int:
-    """Where the block notes that it has given up: behind the counts of all blocks."""
-    return epoch + 4 * types.int64(cuda.gridDim.x)
+    """Where the block notes that it has given up: beside its count."""
+    return epoch + 4
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
@@ -135,10 +135,25 @@ def _offset_of(turn: int, chunk_nbytes: int) -> int:
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
-def _slot_of(count: int, staging: int, slot_nbytes: int) -> int:
-    """Where the first rank's block stages in the round of this count."""
-    index = types.int64(count & _SLOT_MASK) * cuda.gridDim.x + cuda.blockIdx.x
-    return staging + index * slot_nbytes
+def _size_of(turn: int, chunk_nbytes: int, num_rounds: int, nbytes: int) -> int:
+    """How many bytes of the block's chunk of a round there are; none behind the last round."""
+    size = max(min(nbytes - _offset_of(turn, chunk_nbytes), chunk_nbytes), 0)
+    return size if turn < num_rounds else types.int64(0)
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _load_early(begin: int, size: int, low: Any, high: Any) -> None:
+    """This thread's first four vectors of a chunk, if it is copied by vectors."""
+    is_aligned = ((begin | size) & 15) == 0
+    thread = 16 * types.int64(cuda.threadIdx.x)
+    _load_group(begin, thread, size if is_aligned else types.int64(0), low, high)
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _slot_of(count: int, staging: int, region_nbytes: int, slot_nbytes: int) -> int:
+    """Where the first rank's block stages in the round of this count: a quarter for each slot."""
+    quarter = types.int64(count & _SLOT_MASK) * (region_nbytes >> 2)
+    return staging + quarter + cuda.blockIdx.x * slot_nbytes
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
@@ -245,27 +260,27 @@ def fused_gather(
     status: int,
     timeout_ns: int,
 ) -> None:
-    epoch = epochs + 4 * types.int64(cuda.blockIdx.x)
-    thread = 16 * types.int64(cuda.threadIdx.x)
+    epoch = epochs + 8 * types.int64(cuda.blockIdx.x)
     are_aligned = ((target | nbytes) & 15) == 0
     low = cuda.local.array(_UNROLLED, types.uint64)
     high = cuda.local.array(_UNROLLED, types.uint64)
     # The first vectors of a chunk are loaded a round early, and here while the count, which says
     # where to, is under way.
-    offset = _offset_of(types.int64(0), chunk_nbytes)
-    size = max(min(nbytes - offset, chunk_nbytes), 0)
-    is_aligned = (((source + offset) | size) & 15) == 0
-    _load_group(source + offset, thread, size if is_aligned else types.int64(0), low, high)
+    turn = types.int64(0)
+    begin = source + _offset_of(turn, chunk_nbytes)
+    _load_early(begin, _size_of(turn, chunk_nbytes, num_rounds, nbytes), low, high)
     before = ptx.load_count(epoch)
     if ptx.load_count(_mark_of(epoch)) != _NONE:
         return
     last = types.uint32(before + types.uint32(num_rounds))
-    turn = types.int64(0)
     while turn <= num_rounds:
         if turn < num_rounds:
             count = types.uint32(before + types.uint32(turn) + _ONE)
+            offset = _offset_of(turn, chunk_nbytes)
+            size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
             begin = source + offset
-            own = _slot_of(count, staging, slot_nbytes) + rank * region_nbytes
+            is_aligned = ((begin | size) & 15) == 0
+            own = _slot_of(count, staging, region_nbytes, slot_nbytes) + rank * region_nbytes
             if is_aligned:
                 _copy_aligned(own, begin, size, low, high)
             else:
@@ -273,32 +288,33 @@ def fused_gather(
             _post_block(base, page_nbytes, rank, world_size, count, epoch, last)
             # While the peers' counts are under way.
             to = target + rank * nbytes + offset
-            if to != begin:
-                if is_aligned and (to & 15) == 0:
-                    _copy_aligned(to, begin, size, low, high)
-                else:
-                    _copy_chunk(to, begin, size)
-            offset = _offset_of(turn + 1, chunk_nbytes)
-            size = max(min(nbytes - offset, chunk_nbytes), 0) if turn + 1 < num_rounds else 0
-            is_aligned = (((source + offset) | size) & 15) == 0
-            _load_group(source + offset, thread, size if is_aligned else types.int64(0), low, high)
+            if is_aligned and (to & 15) == 0 and to != begin:
+                _copy_aligned(to, begin, size, low, high)
+            begin = source + _offset_of(turn + 1, chunk_nbytes)
+            _load_early(begin, _size_of(turn + 1, chunk_nbytes, num_rounds, nbytes), low, high)
         if turn > 0:
             count = types.uint32(before + types.uint32(turn))
             if not _await_blocks(
                 base, page_nbytes, rank, world_size, count, epoch, status, timeout_ns
             ):
                 return
-            given = _slot_of(count, staging, slot_nbytes)
+            given = _slot_of(count, staging, region_nbytes, slot_nbytes)
             there = _offset_of(turn - 1, chunk_nbytes)
-            length = max(min(nbytes - there, chunk_nbytes), 0)
+            length = _size_of(turn - 1, chunk_nbytes, num_rounds, nbytes)
             if are_aligned:
                 to = target + there
                 _read_chunks(to, given, region_nbytes, nbytes, length, rank, world_size)
-            else:  # one after the other
-                for distance in range(1, world_size):
-                    peer = (rank + distance) % world_size
-                    to = target + peer * nbytes + there
-                    _copy_chunk(to, given + peer * region_nbytes, length)
+            begin = source + there
+            to = target + rank * nbytes + there
+            is_there = to == begin or ((begin | to | length) & 15) == 0
+            if not (is_there and are_aligned):  # what is left, one after the other
+                for distance in range(world_size):
+                    peer = rank + distance
+                    if peer >= world_size:
+                        peer -= world_size
+                    where = begin if distance == 0 else given + peer * region_nbytes
+                    if not (is_there if distance == 0 else are_aligned):
+                        _copy_chunk(target + peer * nbytes + there, where, length)
         turn += 1
 
 
@@ -332,17 +348,16 @@ def _fused_sum(load: Any, pack: Any, itemsize: int) -> Any:
         status: int,
         timeout_ns: int,
     ) -> None:
-        epoch = epochs + 4 * types.int64(cuda.blockIdx.x)
+        epoch = epochs + 8 * types.int64(cuda.blockIdx.x)
         thread = 16 * types.int64(cuda.threadIdx.x)
         step = 16 * types.int64(cuda.blockDim.x)
-        is_aligned = (source & 15) == 0
         low = cuda.local.array(_UNROLLED, types.uint64)
         high = cuda.local.array(_UNROLLED, types.uint64)
         # The first vectors of a chunk are loaded a round early, and here while the count, which
         # says where to, is under way.
-        chunk = _offset_of(types.int64(0), chunk_nbytes)
-        size = max(min(nbytes - chunk, chunk_nbytes), 0)
-        _load_group(source + chunk, thread, size if is_aligned else types.int64(0), low, high)
+        turn = types.int64(0)
+        begin = source + _offset_of(turn, chunk_nbytes)
+        _load_early(begin, _size_of(turn, chunk_nbytes, num_rounds, nbytes), low, high)
         before = ptx.load_count(epoch)
         if ptx.load_count(_mark_of(epoch)) != _NONE:
             return
@@ -352,30 +367,28 @@ def _fused_sum(load: Any, pack: Any, itemsize: int) -> Any:
         total = cuda.local.array(4, types.float32)
         for k in range(4):
             total[k] = types.float32(0.0)
-        turn = types.int64(0)
         while turn <= num_rounds:
             if turn < num_rounds:
                 count = types.uint32(before + types.uint32(turn) + _ONE)
-                own = _slot_of(count, staging, slot_nbytes) + rank * region_nbytes
-                if is_aligned:
-                    _copy_aligned(own, source + chunk, size, low, high)
+                begin = source + _offset_of(turn, chunk_nbytes)
+                size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
+                own = _slot_of(count, staging, region_nbytes, slot_nbytes) + rank * region_nbytes
+                if ((begin | size) & 15) == 0:
+                    _copy_aligned(own, begin, size, low, high)
                 else:
-                    _copy_chunk(own, source + chunk, size)
+                    _copy_chunk(own, begin, size)
                 _post_block(base, page_nbytes, rank, world_size, count, epoch, last)
-                chunk = _offset_of(turn + 1, chunk_nbytes)
-                size = max(min(nbytes - chunk, chunk_nbytes), 0) if turn + 1 < num_rounds else 0
-                more = size if is_aligned else types.int64(0)
-                _load_group(source + chunk, thread, more, low, high)
+                begin = source + _offset_of(turn + 1, chunk_nbytes)
+                _load_early(begin, _size_of(turn + 1, chunk_nbytes, num_rounds, nbytes), low, high)
             if turn > 0:
                 count = types.uint32(before + types.uint32(turn))
                 if not _await_blocks(
                     base, page_nbytes, rank, world_size, count, epoch, status, timeout_ns
                 ):
                     return
-                given = _slot_of(count, staging, slot_nbytes)
-                there = _offset_of(turn - 1, chunk_nbytes)
-                end = min(nbytes - there, chunk_nbytes)
-                to = target + there
+                given = _slot_of(count, staging, region_nbytes, slot_nbytes)
+                end = _size_of(turn - 1, chunk_nbytes, num_rounds, nbytes)
+                to = target + _offset_of(turn - 1, chunk_nbytes)
                 offset = thread
                 # Loops of known length are unrolled: each place is written once here, to be
                 # compiled soon.

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 from tpspan.kernels.compile import kernel
 
-# All of them must run at the same time: no more than a GPU has multiprocessors. More than saturate
-# the link: they also stage and add.
+# A call of one round, and one of more. All blocks must run at the same time, so there are no more
+# than a GPU has multiprocessors. These more than saturate the link: they also stage and add.
 FUSED_BLOCKS = 64
+ROUNDS_BLOCKS = 64
 # A block moves so much at once; of more it moves so much in a round. While one chunk crosses the
 # link the next is staged, but a round costs two to three microseconds beside that.
 ONE_ROUND_NBYTES = 64 << 10
 ROUND_NBYTES = 64 << 10
+_MOST_BLOCKS = max(FUSED_BLOCKS, ROUNDS_BLOCKS)
+_SLOT_NBYTES = max(ONE_ROUND_NBYTES, ROUND_NBYTES)
 _NUM_SLOTS = 4  # of a block, as the kernels count them
 _NUM_THREADS = 512
 _SMALLEST_CHUNK_NBYTES = 1024
@@ -25,7 +28,7 @@ _VECTOR_NBYTES = 16
 _SUMS = {"float32": "fused_sum_f32", "bfloat16": "fused_sum_bf16", "float16": "fused_sum_f16"}
 FUSED_SUM_DTYPES = tuple(_SUMS)
 FUSED_KERNELS = ("fused_gather", *_SUMS.values())
-FUSED_COUNTS = 2 * FUSED_BLOCKS
+FUSED_COUNTS = 2 * _MOST_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,11 @@ class FusedPlace:
     Attributes:
         staging, region_nbytes: rank p stages in the region at ``staging + p * region_nbytes``. It
             is at least ``fused_region_nbytes()``, whatever the size of a call.
-        base, page_nbytes: a board of counters (tpspan.kernels.board), of which the first
-            ``FUSED_BLOCKS`` slots belong to these kernels alone.
+        base, page_nbytes: a board of counters (tpspan.kernels.board) whose first slots, one for
+            each block, belong to these kernels alone.
         rank, world_size: this rank.
-        epochs: ``FUSED_COUNTS`` 32-bit words in this rank's device memory, zeros at first: a count
-            for each block, then a mark for each that has given up.
+        epochs: ``FUSED_COUNTS`` 32-bit words in this rank's device memory, zeros at first: of each
+            block a count, and a mark if it has given up.
         status: ``world_size`` 32-bit words of pinned host memory; word p is set if rank p is late.
         timeout_ns: how long a kernel waits.
         device: index of the device.
@@ -57,18 +60,42 @@ class FusedPlace:
     device: int
 
 
+@dataclass(frozen=True)
+class FusedShape:
+    """How a call is cut: every block takes a chunk in every round."""
+
+    num_blocks: int
+    num_rounds: int
+    chunk_nbytes: int
+
+    @classmethod
+    def of(cls, nbytes: int) -> FusedShape:
+        """The shape of a call of so many bytes of each rank, in whole vectors."""
+        is_one = nbytes <= FUSED_BLOCKS * ONE_ROUND_NBYTES
+        num_blocks = FUSED_BLOCKS if is_one else ROUNDS_BLOCKS
+        num_rounds = 1 if is_one else -(-nbytes // (num_blocks * ROUND_NBYTES))
+        even = -(-nbytes // (num_blocks * num_rounds))
+        chunk = -(-even // _VECTOR_NBYTES) * _VECTOR_NBYTES
+        return cls(num_blocks, num_rounds, max(chunk, _SMALLEST_CHUNK_NBYTES))
+
+
+def fused_region_nbytes() -> int:
+    """How much memory of each rank is staged in."""
+    return _NUM_SLOTS * _MOST_BLOCKS * _SLOT_NBYTES
+
+
 def fused_gather(place: FusedPlace, target: int, source: int, nbytes: int, stream: int) -> None:
     """Gather ``nbytes`` of every rank, one after another; the input may lie at its place."""
-    arguments = _gather_arguments(place, target, source, nbytes)
-    kernel("fused_gather", place.device)(stream, FUSED_BLOCKS, _NUM_THREADS, *arguments)
+    num_blocks, *arguments = _gather_arguments(place, target, source, nbytes)
+    kernel("fused_gather", place.device)(stream, num_blocks, _NUM_THREADS, *arguments)
 
 
 def plan_fused_gather(
     place: FusedPlace, target: int, source: int, nbytes: int
 ) -> Callable[[int], None]:
     """The same call, to be made many times on a stream."""
-    arguments = _gather_arguments(place, target, source, nbytes)
-    return kernel("fused_gather", place.device).bind(FUSED_BLOCKS, _NUM_THREADS, *arguments)
+    num_blocks, *arguments = _gather_arguments(place, target, source, nbytes)
+    return kernel("fused_gather", place.device).bind(num_blocks, _NUM_THREADS, *arguments)
 
 
 def fused_sum(
@@ -88,41 +115,31 @@ def fused_sum(
         nbytes: a multiple of 16.
         divisor: 1 for a sum, ``world_size`` for the mean.
     """
-    arguments = _sum_arguments(place, target, source, nbytes, divisor)
-    kernel(_SUMS[dtype], place.device)(stream, FUSED_BLOCKS, _NUM_THREADS, *arguments)
+    num_blocks, *arguments = _sum_arguments(place, target, source, nbytes, divisor)
+    kernel(_SUMS[dtype], place.device)(stream, num_blocks, _NUM_THREADS, *arguments)
 
 
 def plan_fused_sum(
     place: FusedPlace, dtype: str, target: int, source: int, nbytes: int, divisor: int
 ) -> Callable[[int], None]:
     """The same call, to be made many times on a stream."""
-    arguments = _sum_arguments(place, target, source, nbytes, divisor)
-    return kernel(_SUMS[dtype], place.device).bind(FUSED_BLOCKS, _NUM_THREADS, *arguments)
-
-
-def fused_rounds(nbytes: int) -> tuple[int, int]:
-    """In how many rounds so many bytes are moved, and the chunk of a block, in whole vectors."""
-    per_block = -(-nbytes // FUSED_BLOCKS)
-    num_rounds = 1 if per_block <= ONE_ROUND_NBYTES else -(-per_block // ROUND_NBYTES)
-    even = -(-per_block // num_rounds)
-    chunk = -(-even // _VECTOR_NBYTES) * _VECTOR_NBYTES
-    return num_rounds, max(chunk, _SMALLEST_CHUNK_NBYTES)
-
-
-def fused_region_nbytes() -> int:
-    """How much memory of each rank is staged in."""
-    return _NUM_SLOTS * FUSED_BLOCKS * _slot_nbytes()
+    num_blocks, *arguments = _sum_arguments(place, target, source, nbytes, divisor)
+    return kernel(_SUMS[dtype], place.device).bind(num_blocks, _NUM_THREADS, *arguments)
 
 
 def _gather_arguments(place: FusedPlace, target: int, source: int, nbytes: int) -> tuple[int, ...]:
+    """The number of blocks and what the kernel takes."""
+    shape = _shape(place, nbytes)
     return (
+        shape.num_blocks,
         target,
         source,
         nbytes,
-        *_cut(place, nbytes),
+        shape.chunk_nbytes,
+        shape.num_rounds,
         place.staging,
         place.region_nbytes,
-        _slot_nbytes(),
+        _SLOT_NBYTES,
         place.base,
         place.page_nbytes,
         place.rank,
@@ -136,14 +153,18 @@ def _gather_arguments(place: FusedPlace, target: int, source: int, nbytes: int) 
 def _sum_arguments(
     place: FusedPlace, target: int, source: int, nbytes: int, divisor: int
 ) -> tuple[int, ...]:
+    """The number of blocks and what the kernel takes."""
+    shape = _shape(place, nbytes)
     return (
+        shape.num_blocks,
         target,
         source,
         nbytes,
-        *_cut(place, nbytes),
+        shape.chunk_nbytes,
+        shape.num_rounds,
         place.staging,
         place.region_nbytes,
-        _slot_nbytes(),
+        _SLOT_NBYTES,
         place.base,
         place.page_nbytes,
         place.rank,
@@ -155,15 +176,9 @@ def _sum_arguments(
     )
 
 
-def _cut(place: FusedPlace, nbytes: int) -> tuple[int, int]:
-    """The chunk and the number of rounds."""
+def _shape(place: FusedPlace, nbytes: int) -> FusedShape:
     if nbytes < 0:
         raise ValueError(f"{nbytes} bytes a rank")
     if place.region_nbytes < fused_region_nbytes():
         raise ValueError(f"{place.region_nbytes} bytes to stage in; {fused_region_nbytes()} needed")
-    num_rounds, chunk_nbytes = fused_rounds(nbytes)
-    return chunk_nbytes, num_rounds
-
-
-def _slot_nbytes() -> int:
-    return max(ONE_ROUND_NBYTES, ROUND_NBYTES)
+    return FusedShape.of(nbytes)

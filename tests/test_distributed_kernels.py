@@ -10,12 +10,11 @@ import torch
 from tpspan.kernels.host_exchange import host_pull
 from tpspan.kernels.host_reduce import HOST_SUM_DTYPES, host_sum
 from tpspan.kernels.stream_fused import (
-    FUSED_BLOCKS,
     FUSED_COUNTS,
     FusedPlace,
+    FusedShape,
     fused_gather,
     fused_region_nbytes,
-    fused_rounds,
     plan_fused_sum,
 )
 from tpspan.kernels.stream_reduce import DEVICE_SUM_DTYPES, device_sum, pull
@@ -175,7 +174,7 @@ def test_device_pull_takes_pieces(stream: int, piece: int, total: int, num_piece
 def test_fused_calls_of_one_rank(stream: int) -> None:
     """With nobody to wait for they copy and add; how ranks meet needs several GPUs."""
     staging = torch.zeros(fused_region_nbytes(), dtype=torch.uint8).cuda()
-    board = torch.zeros(FUSED_BLOCKS * 64, dtype=torch.uint8).cuda()
+    board = torch.zeros(FUSED_COUNTS // 2 * 64, dtype=torch.uint8).cuda()
     epochs = torch.zeros(FUSED_COUNTS, dtype=torch.int32).cuda()
     status = torch.zeros(1, dtype=torch.int32).pin_memory()
     place = FusedPlace(
@@ -190,7 +189,7 @@ def test_fused_calls_of_one_rank(stream: int) -> None:
         10**9,
         0,
     )
-    num_rounds = 0
+    num_rounds = torch.zeros(FUSED_COUNTS // 2, dtype=torch.int32)
     for numel in (8, 1000, 200_000, 9_000_008):
         for shift in (0, 1):
             x = torch.randn(numel + shift).bfloat16().cuda()[shift:]
@@ -199,7 +198,8 @@ def test_fused_calls_of_one_rank(stream: int) -> None:
             assert out.equal(x)
             plan_fused_sum(place, "bfloat16", out.data_ptr(), x.data_ptr(), numel * 2, 2)(stream)
             assert out.equal((x.float() / 2).bfloat16())
-            num_rounds += 2 * fused_rounds(numel * 2)[0]
-            assert bool((epochs[:FUSED_BLOCKS] == num_rounds).all())
-    assert not bool(epochs[FUSED_BLOCKS:].any())
+            shape = FusedShape.of(numel * 2)
+            num_rounds[: shape.num_blocks] += 2 * shape.num_rounds
+            assert epochs[::2].tolist() == num_rounds.tolist()
+    assert not bool(epochs[1::2].any())
     assert int(status) == 0

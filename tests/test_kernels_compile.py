@@ -30,6 +30,7 @@ def test_kernels_compile_to_ptx_without_a_gpu(
     ptx, symbol = kernels.compile_ptx(name, capability)
     assert f".target sm_{capability[0]}{capability[1]}" in ptx
     assert f".entry {symbol}(" in ptx
+    assert ptx.count(".maxntid 512, 1, 1\n") == 1, "no more registers than its threads can have"
     assert ".local" not in ptx, "nothing spills to memory"
     instructions = {
         "post": ["fence.acq_rel.sys", "st.release.sys"],

@@ -14,14 +14,20 @@ from bodies.common import failure, finish, gather, short_lived
 from tpspan.distributed.fused import LL_NBYTES, Fused, sum_limit_nbytes
 from tpspan.errors import PeerError
 from tpspan.kernels.compile import prepare
-from tpspan.kernels.stream_fused import FUSED_BLOCKS, FUSED_KERNELS, ONE_ROUND_NBYTES, ROUND_NBYTES
+from tpspan.kernels.stream_fused import (
+    FUSED_BLOCKS,
+    FUSED_KERNELS,
+    ONE_ROUND_NBYTES,
+    ROUND_NBYTES,
+    ROUNDS_BLOCKS,
+)
 from tpspan.kernels.stream_ll import LL_KERNELS
 from tpspan.launch.world import World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 255, 256, 257, 1023, 1024, 1025]
 ONE_ROUND = FUSED_BLOCKS * ONE_ROUND_NBYTES
-ROUND = FUSED_BLOCKS * ROUND_NBYTES
+ROUND = ROUNDS_BLOCKS * ROUND_NBYTES
 SHIFTS = ((0, 0), (1, 0), (0, 3), (4, 4), (8, 12), (2, 14))
 
 
