@@ -11,10 +11,11 @@ from kernel_cases import prepared_gpu
 from tpspan.errors import DriverError
 from tpspan.kernels.compile import kernel, prepare
 from tpspan.kernels.stream_fused import (
-    FUSED_BLOCKS,
+    FUSED_COUNTS,
     FUSED_KERNELS,
     FusedPlace,
     fused_gather,
+    fused_region_nbytes,
     fused_sum,
 )
 from tpspan.kernels.stream_ll import (
@@ -30,7 +31,7 @@ from tpspan.kernels.stream_ll import (
 )
 
 SECONDS_NS = 3 * 10**9
-STAGED_NBYTES = 4 << 20
+LARGE_NBYTES = 9 << 20  # several rounds
 BOARD_NBYTES = 1 << 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,10 +46,12 @@ class Ranks:
         self.size = size
         self.streams = [torch.cuda.Stream() for _ in range(size)]
         self.words = zeros(size * ll_region_nbytes(size))
-        self.staging = zeros(size * 2 * STAGED_NBYTES)
+        self.staging = zeros(size * fused_region_nbytes())
         self.board = zeros(size * BOARD_NBYTES)
         self.board.view(torch.int32).fill_(start)
-        self.epochs = torch.full((size, 128), start, dtype=torch.int32, device="cuda")
+        shape = size, LL_BLOCKS + FUSED_COUNTS
+        self.epochs = torch.full(shape, start, dtype=torch.int32, device="cuda")
+        self.epochs[:, LL_BLOCKS + 1 :: 2] = 0  # the marks of blocks that have given up
         self.status = torch.zeros(size, size, dtype=torch.int32).pin_memory()
 
     def ll(self, rank: int) -> LLPlace:
@@ -59,12 +62,12 @@ class Ranks:
     def fused(self, rank: int) -> FusedPlace:
         return FusedPlace(
             self.staging.data_ptr(),
-            2 * STAGED_NBYTES,
+            fused_region_nbytes(),
             self.board.data_ptr(),
             BOARD_NBYTES,
             rank,
             self.size,
-            self.epochs[rank, LL_BLOCKS : LL_BLOCKS + FUSED_BLOCKS].data_ptr(),
+            self.epochs[rank, LL_BLOCKS:].data_ptr(),
             self.status[rank].data_ptr(),
             SECONDS_NS,
             0,
@@ -116,7 +119,7 @@ def test_gathers_and_sums_of_any_size(gpu: int, size: int, limit: int, start: in
         shifts = [(dice.randrange(16), dice.randrange(16)) for _ in range(size)]
         by_words = dice.random() < 0.6 or size > 3
         if not by_words and dice.random() < 0.5:
-            nbytes = dice.choice([(1 << 20) + 16, (2 << 20) - 16, STAGED_NBYTES - 5, STAGED_NBYTES])
+            nbytes = dice.choice([(1 << 20) + 16, (2 << 20) - 16, LARGE_NBYTES - 5, LARGE_NBYTES])
         given = [torch.randint(256, (nbytes,), dtype=torch.uint8).cuda() for _ in range(size)]
         outs = [buffer(size * nbytes, shift[0] * (turn % 2)) for shift in shifts]
         sources = [buffer(nbytes, shift[1] * (turn % 2))[1] for shift in shifts]

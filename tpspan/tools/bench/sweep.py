@@ -7,6 +7,7 @@ peer of the same size, and with a floor: copying the bytes, without telling anyb
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -221,15 +222,20 @@ def _check(bench: Bench, stage: Stage, result: torch.Tensor, what: str) -> None:
 
 
 def _measure(bench: Bench, operation: str, nbytes: int, contenders: Sequence[Contender]) -> Row:
-    """Time everybody by turns, so that all meet the same machine."""
+    """Time everybody by turns, in another order each time, so that all meet the same machine.
+
+    A GPU that has idled is faster for a while, and nobody is to come behind the same one always.
+    """
     takes_part = [contender for contender in contenders if contender.body is not None]
     timed = [_timed(bench, contender.body) for contender in takes_part]
 
+    dice = random.Random(nbytes)  # the same on all ranks
+
     def once() -> list[tuple[float, float, float]]:
-        taken = []
-        for each in timed:
+        taken = [(0.0, 0.0, 0.0)] * len(timed)
+        for index in dice.sample(range(len(timed)), len(timed)):
             bench.start_together()
-            taken.append(each())
+            taken[index] = timed[index]()
         return taken
 
     samples = bench.sample(once, least=7, most=60)
