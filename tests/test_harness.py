@@ -78,6 +78,15 @@ def test_a_first_use_is_no_leak(ranks: Ranks) -> None:
 
 
 @PAIR
+def test_what_a_body_may_leave_is_no_leak_of_the_next(ranks: Ranks) -> None:
+    ranks.run("bodies.selfcheck:leak_descriptor", leaks=False)
+    ranks.run("bodies.selfcheck:identify", greeting="hello")
+    ranks.run("bodies.selfcheck:leak_descriptor", leaks=False)
+    with pytest.raises(LeakError, match="threads named leaked"):
+        ranks.run("bodies.selfcheck:leak_thread")
+
+
+@PAIR
 def test_a_value_that_cannot_travel_is_an_error(ranks: Ranks) -> None:
     with pytest.raises(RankFailure, match="pickle"):
         ranks.run("bodies.selfcheck:return_lambda")

@@ -77,6 +77,7 @@ class Group:
     ) -> None:
         self.config = config
         self.alive = True
+        self.is_settled = True
         # Short, since the names of Unix sockets are limited to 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="tps-", dir="/tmp"))
         self._output = self.folder / "output"
@@ -126,9 +127,15 @@ class Group:
             output = self.output()
         return Outcome(tuple(reports), hung, tuple(sorted(died)), output=output)
 
-    def settle(self) -> Outcome:
-        """What the ranks hold beyond what they held at the last call of this."""
-        return self.call(Settle(), deadline_s=60.0)
+    def settle(self, *, looks: bool = True, patient: bool = True) -> Outcome:
+        """What the ranks hold beyond what they held at the last call of this, and complaints.
+
+        Args:
+            looks: otherwise only complaints; what is held is looked at before the next body.
+            patient: see ``leaks.settle``.
+        """
+        self.is_settled = looks
+        return self.call(Settle(looks, patient), deadline_s=60.0)
 
     def socket_files(self) -> set[str]:
         """Socket files of the ranks that lie about."""

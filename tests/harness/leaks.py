@@ -16,6 +16,8 @@ from typing import TextIO
 
 PAGE_NBYTES = 2 << 20
 _SETTLE_S = 1.0
+_STILL_S = 0.2
+_MEMORY = ("descriptors of /memfd:", "bytes of ")
 # Other ranks on the same GPU, and CUDA's own pools, move the figure by less than this.
 _DEVICE_SLACK_NBYTES = 1 << 20
 _MAP_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+ *(.*)")
@@ -62,15 +64,30 @@ def take(used_device_nbytes: Callable[[], int] | None = None) -> Snapshot:
 
 
 def settle(
-    before: Snapshot, used_device_nbytes: Callable[[], int] | None = None
+    before: Snapshot,
+    used_device_nbytes: Callable[[], int] | None = None,
+    *,
+    patient: bool = True,
 ) -> tuple[Snapshot, dict[str, str]]:
-    """Collect garbage and look until nothing more than before is held, or until time is up."""
-    end = time.monotonic() + _SETTLE_S
+    """Collect garbage and look until nothing more than before is held, or until time is up.
+
+    Unless ``patient``, which a verdict has to be, the time is also up when all that is more is
+    memory, and stays the same for a while: threads and connections end by themselves, but memory
+    waits for this thread, which is here. Most first uses of a library keep memory and no more.
+    """
+    begin = since = time.monotonic()
+    last: dict[str, str] = {}
     while True:
         gc.collect()
         now = take(used_device_nbytes)
         grown = now.growth_since(before)
-        if not grown or time.monotonic() > end:
+        moment = time.monotonic()
+        if not grown or moment > begin + _SETTLE_S:
+            return now, grown
+        if grown != last:
+            last, since = grown, moment
+        is_memory = all(kind.startswith(_MEMORY) for kind in grown)
+        if is_memory and not patient and moment > since + _STILL_S:
             return now, grown
         time.sleep(0.05)
 

@@ -35,7 +35,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Settle:
-    """All ranks are idle: say what is held now that was not held at the last Settle."""
+    """All ranks are idle: say what is held now that was not held at the last one that looked.
+
+    Attributes:
+        looks: if not, there are only complaints to be asked for.
+        patient: see ``leaks.settle``.
+    """
+
+    looks: bool = True
+    patient: bool = True
 
 
 @dataclass(frozen=True)

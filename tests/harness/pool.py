@@ -98,11 +98,13 @@ class Ranks:
         """
         group = self._pool.group(self.config)
         request = Run(body, kwargs, deadline_s)
+        if leaks and not group.is_settled:
+            _checked(group, f"looking at what there is before {body}", group.settle())
         files = group.socket_files()
         answers = group.call(request, deadline_s=deadline_s, grace_s=grace_s)
         outcome = _checked(group, body, answers)
-        growth = _growth(group, body, files)
-        if leaks and growth:
+        growth = _growth(group, body, files, looks=leaks, patient=False)
+        if growth:
             files = group.socket_files()
             why = f"{body}, run again since it left {growth}"
             _checked(group, why, group.call(request, deadline_s=deadline_s))
@@ -172,15 +174,19 @@ def _checked(group: Group, body: str, outcome: Outcome) -> Outcome:
     raise RankFailure("\n".join([*lines, "--- output ---", output[-6000:]]))
 
 
-def _growth(group: Group, body: str, files: set[str]) -> dict[str, str]:
+def _growth(
+    group: Group, body: str, files: set[str], *, looks: bool = True, patient: bool = True
+) -> dict[str, str]:
     """What is left on the ranks, by rank and kind; complaints are raised at once."""
-    outcome = _checked(group, f"looking for leaks of {body}", group.settle())
+    outcome = _checked(
+        group, f"looking for leaks of {body}", group.settle(looks=looks, patient=patient)
+    )
     reports: list[Report] = [report for report in outcome.reports if report is not None]
     complaints = [f"rank {r.rank}: {line}" for r in reports for line in r.complaints]
     if complaints:
         lines = "".join(f"\n  {line}" for line in complaints)
         raise LeakError(f"{body} on {group.config} is complained about:{lines}")
     growth = {f"rank {r.rank}, {kind}": how for r in reports for kind, how in r.growth.items()}
-    if left := group.socket_files() - files:
+    if looks and (left := group.socket_files() - files):
         growth["socket files"] = str(sorted(left))
     return growth
