@@ -272,10 +272,10 @@ class CudaDriver:
         # The driver puts up to 1024 bytes into the launch itself, and the GPU's processors write
         # them: where processes share the GPU that waits for a time slice, 150 µs. With several rows
         # it does not, and any number of bytes may be taken for rows.
-        num_rows = next((n for n in range(2, nbytes + 1) if nbytes % n == 0), 1)
-        if nbytes > _IN_LAUNCH_NBYTES or num_rows == 1:
+        if not 1 < nbytes <= _IN_LAUNCH_NBYTES:
             self.copy(target, source, nbytes, stream)
             return
+        num_rows = next(n for n in range(2, nbytes + 1) if nbytes % n == 0)
         rows = cu.CUDA_MEMCPY2D()
         rows.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST
         rows.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE

@@ -85,7 +85,7 @@ class Driver(Protocol):
         """Copy between addresses: in order of ``stream`` on CUDA, done on return on the host."""
 
     def copy_up(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy from host memory to the device without its processors, however few bytes."""
+        """Copy from host memory to the device without its processors, if two bytes or more."""
 
     def memory_info(self) -> tuple[int, int]:
         """Return the free and the total bytes where blocks are created."""

@@ -58,7 +58,8 @@ class SpanPipelineStage(PipelineStage):
             schedules split every one, so what does not work there, such as activation checkpoints,
             does not work with it; it is left whole where hooks of parameters have to be called,
             as with FSDP2 and DDP.
-        timeout_s: the deadline of every wait for another stage; None for the world's.
+        timeout_s: the deadline of the host's waits for another stage; None for the world's, which
+            those of streams have.
         world: the world of the group's ranks, in their order; None to find or make it.
         more: what else torch's stage takes, by keyword.
     """

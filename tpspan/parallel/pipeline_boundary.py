@@ -19,7 +19,7 @@ class Boundary:
         world: of the ranks of the pipeline.
         number: of the stage before it.
         earlier, later: the ranks of the two stages, which are different ones.
-        timeout_s: the deadline of every wait.
+        timeout_s: the deadline of the host's waits; streams have the world's.
     """
 
     def __init__(

@@ -10,8 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tpspan.parallel.handoff import Handoff
-
-_ALIGNMENT = 256
+from tpspan.parallel.packing import ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Wanted:
     def nbytes(self) -> int:
         """What it takes in a block."""
         nbytes = self.shape.numel() * self.dtype.itemsize
-        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

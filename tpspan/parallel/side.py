@@ -11,7 +11,7 @@ import torch
 
 from tpspan.memory import Driver, Right
 from tpspan.memory.cuda import CudaDriver
-from tpspan.parallel.packing import Packed, Placed, strides_of
+from tpspan.parallel.packing import Packed, Placed, Spec, strides_of
 from tpspan.parallel.ring import Ring
 from tpspan.parallel.turns import Turns
 from tpspan.spans.fence import Fence, StreamsInUse, Waits
@@ -23,6 +23,7 @@ from tpspan.spans.tensors import TensorRange
 MOST_AHEAD = 64
 """Turns by which the host may be ahead of remaps. A queue of the driver holds 1024 launches."""
 _NAP_S = 20e-6
+_MOST_PACKED = 1024
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Side:
         self._ranges: tuple[TensorRange, ...] = ()
         # Making a tensor over an address takes longer than a view of one.
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._packed: dict[tuple[int, Packed], list[torch.Tensor]] = {}
+        self._packed: dict[tuple[int, tuple[Spec, ...]], list[torch.Tensor]] = {}
 
     def map(self, blocks: Sequence[SpanBlock], right: Right) -> None:
         """Put blocks behind the addresses: one for each turn of the ring, or one that is all."""
@@ -124,8 +125,7 @@ class Side:
         Raises:
             As ``Lane.hold``.
         """
-        if self.lane is None:
-            return
+        assert self.lane is not None
         while turn - self.lane.num_done > MOST_AHEAD:
             self.lane.check()
             time.sleep(_NAP_S)
@@ -147,10 +147,12 @@ class Side:
         """The same of all tensors that were placed beforehand; the second time it is quick."""
         self.streams.use()
         index = 0 if self._remaps else self.ring.block_of(turn)
-        bases = self._packed.get((index, packed))
+        bases = self._packed.get((index, packed.specs))
         if bases is None:
+            if len(self._packed) == _MOST_PACKED:
+                self._packed.clear()
             bases = [self._base(index, placed) for placed in packed.places]
-            self._packed[index, packed] = bases
+            self._packed[index, packed.specs] = bases
         return [base.data for base in bases]
 
     def _base(self, index: int, placed: Placed) -> torch.Tensor:

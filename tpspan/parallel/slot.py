@@ -26,7 +26,7 @@ class Holder(Protocol):
         """What the producer packed; None if that is not known yet."""
 
     def may_be(self, slot: Slot, packed: Packed) -> bool:
-        """Whether the producer has packed exactly that, as far as it is known yet."""
+        """Whether the producer may have packed that; it is not known before it has."""
 
     def wait_until_mapped(self, slot: Slot) -> None:
         """Hold the caller until the slot's address leads to its block."""

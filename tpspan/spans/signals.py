@@ -87,6 +87,7 @@ class Signals:
                     return KernelOps(self._pages, world)
                 driver = cast(CudaDriver, world.driver)
                 access = HostAccess() if on_host else DeviceAccess(driver)
+                undo.callback(access.close)
                 words = StreamWords(self._pages, marks, access, world)
                 return StreamOps(words, driver, world.timeout_s)
 
@@ -117,7 +118,8 @@ class Signals:
         """Hold the stream until the streams of all ranks have come here. Collective.
 
         On the host backend the caller itself is held. On CUDA the host goes on at once; a wait that
-        runs out of time releases the stream, and ``check`` says so.
+        runs out of time releases the stream, and ``check`` says so. On a GPU that ranks share, one
+        in a replayed graph is watched only if a barrier or a wait outside follows it.
 
         Raises:
             PeerError: an earlier wait ran out of time.

@@ -19,6 +19,7 @@ A wait of this kind has no deadline of its own: a thread watches every stream (`
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import torch
 from cuda.bindings import driver as cu
@@ -53,6 +54,7 @@ class StreamOps:
         self._words = words
         self._watch = StreamWatch(words, driver, timeout_s)
         self._num_posts: dict[tuple[int, int], int] = {}
+        self._order = threading.Lock()  # of numbers, and of the operations that carry them
         self._index = driver.device.index
         # The binding converts every operation at every call; here they are kept as the driver
         # wants them.
@@ -75,20 +77,21 @@ class StreamOps:
         batch = self._batches.get((slot, -1, "barrier"))
         if batch is None:
             batch = self._keep((slot, -1, "barrier"), self._barrier(slot))
-        epochs = self._watch.epochs
-        with self._watch.lock:
-            epoch = (epochs.get(slot, 0) + 1) & COUNT_MASK
+        watch = self._watch
+        with self._order:
+            epoch = (watch.epochs.get(slot, 0) + 1) & COUNT_MASK
             batch.set_values(epoch)
             self._submit(stream, batch)
-            epochs[slot] = epoch
-            self._watch.note(stream)
+            with watch.lock:
+                watch.epochs[slot] = epoch
+            watch.note(stream)
 
     def post(self, slot: int, peer: int, stream: int) -> None:
         batch = self._batches.get((slot, peer, "post"))
         if batch is None:
             place = self._words.posted(slot, peer, self._words.rank)
             batch = self._keep((slot, peer, "post"), [(_WRITE, place, 0, 0)])
-        with self._watch.lock:
+        with self._order:
             count = (self._num_posts.get((slot, peer), 0) + 1) & COUNT_MASK
             batch.set_values(count)
             self._submit(stream, batch)
@@ -99,13 +102,14 @@ class StreamOps:
         if batch is None:
             place = self._words.posted(slot, self._words.rank, peer)
             batch = self._keep((slot, peer, "wait"), [(_WAIT, place, 0, _AT_LEAST)])
-        waits = self._watch.waits
-        with self._watch.lock:
-            count = (waits.get((slot, peer), 0) + 1) & COUNT_MASK
+        watch = self._watch
+        with self._order:
+            count = (watch.waits.get((slot, peer), 0) + 1) & COUNT_MASK
             batch.set_values(count)
             self._submit(stream, batch)
-            waits[slot, peer] = count
-            self._watch.note(stream)
+            with watch.lock:
+                watch.waits[slot, peer] = count
+            watch.note(stream, (slot, peer, count))
 
     def missing(self) -> tuple[int, ...]:
         return () if self._words.is_well() else tuple(sorted(self._words.told()[0]))

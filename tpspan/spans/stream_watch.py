@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from cuda.bindings import driver as cu
@@ -22,10 +23,12 @@ from tpspan.memory.cuda import CudaDriver, check
 from tpspan.spans.stream_words import FREE, SET, StreamWords
 
 _LOOK_S = 0.1
-_RECORD_S = 0.02
 _MARK_S = 0.5
 _PATIENCE_S = 10.0
 
+_QUEUE_LENGTH = 1024  # launches that the driver keeps for a stream, or fewer
+
+_Wait = tuple[int, int, int]  # a slot, a peer, and for how many of its posts
 _Goal = tuple[int, int, int]  # a peer, the address of a word of its, and what it has to come to
 
 
@@ -38,7 +41,8 @@ class StreamWatch:
         timeout_s: how long a stream may wait.
 
     Attributes:
-        lock: held while something is put on a stream and noted here.
+        lock: of what is noted here; never held over a call that puts something on a stream, which
+            waits while the driver's queue is full.
         epochs: by slot, the number of the last barrier that was put on a stream.
         captured: the slots with barriers in graphs.
         waits: by (slot, peer), how many posts were waited for.
@@ -54,13 +58,21 @@ class StreamWatch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def note(self, stream: int) -> None:
-        """Say that a wait of ours was put on a stream just now; the lock is held."""
+    def note(self, stream: int, wait: _Wait | None = None) -> None:
+        """Say that a wait of ours was put on a stream just now, by one thread at a time.
+
+        Args:
+            wait: for a post; None for a barrier.
+        """
         queue = self._queues.get(stream)
         if queue is None:
             with self._driver.current():
-                queue = self._queues[stream] = _Queue(stream)
-        queue.submitted()
+                queue = _Queue()
+            with self.lock:
+                self._queues[stream] = queue
+        mark = queue.record(stream)
+        with self.lock:
+            queue.noted(mark, wait)
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._watch, name="tpspan-stream-watch", daemon=True
@@ -76,9 +88,6 @@ class StreamWatch:
         deadline = time.monotonic() + self._timeout_s + _PATIENCE_S
         with self._driver.current():
             queues = tuple(self._queues.values())
-            for queue in queues:
-                if queue.is_behind and not self._driver.is_capturing(queue.stream):
-                    queue.record()
             while not (done := all(_is_done(queue.last) for queue in queues)):
                 if time.monotonic() > deadline:
                     break
@@ -102,9 +111,6 @@ class StreamWatch:
             while not self._stop.wait(_LOOK_S):
                 with self.lock:
                     queues = tuple(self._queues.values())
-                    for queue in queues:
-                        if queue.is_resting() and not self._driver.is_capturing(queue.stream):
-                            queue.record()
                     late = [queue for queue in queues if queue.stuck_s() > self._timeout_s]
                 for queue in late:
                     with contextlib.suppress(TimeoutError):  # the next look tries again
@@ -119,26 +125,27 @@ class StreamWatch:
         words = self._words
         with self.lock:
             epochs, captured, waits = dict(self.epochs), set(self.captured), dict(self.waits)
-        missing = self._behind(epochs) | self._silent(waits) or self._absent(captured)
+            pending = tuple(queue.waits)
+        missing = self._behind(epochs) | self._silent(pending) or self._absent(captured)
         missing = self._corrected(missing)
         if not missing:
             return
         words.tell(missing)
-        # Whatever waits behind goes on, too. No word goes back: others may wait for it.
+        # Whatever waits behind goes on, too.
         goals = self._barriers(epochs) + self._posts(waits)
-        found = words.read([address for _, address, _ in goals])
-        moves = [
-            (address, value)
-            for (_, address, value), now in zip(goals, found, strict=True)
-            if not has_arrived(now, value)
+        flags = [
+            flag
+            for slot in captured
+            for peer in words.peers
+            for flag in (
+                (words.flag(slot, words.rank, peer), SET),
+                (words.flag(slot, peer, words.rank), FREE),
+            )
         ]
-        for slot in captured:
-            for peer in words.peers:
-                moves.append((words.flag(slot, words.rank, peer), SET))
-                moves.append((words.flag(slot, peer, words.rank), FREE))
         end = time.monotonic() + _PATIENCE_S
         while not _is_done(queue.last) and time.monotonic() < end:
-            words.write(moves)
+            # No word goes back: a peer may have come meanwhile, and others wait for it.
+            words.write([(word, goal) for _, word, goal in self._unmet(goals)] + flags)
             time.sleep(0.001)
 
     def _corrected(self, missing: set[int]) -> set[int]:
@@ -150,11 +157,13 @@ class StreamWatch:
         """Who has not come to a barrier to which this rank's stream has; it may be queued only."""
         own = [self._words.arrived(slot, self._words.rank) for slot in epochs]
         here = dict(zip(epochs, self._words.read(own), strict=True))
-        return self._short_of(self._barriers(here))
+        return {peer for peer, _, _ in self._unmet(self._barriers(here))}
 
-    def _silent(self, waits: dict[tuple[int, int], int]) -> set[int]:
-        """Who has not posted as often as is waited for."""
-        return self._short_of(self._posts(waits))
+    def _silent(self, pending: Sequence[_Wait]) -> set[int]:
+        """Who owes the first post that a stream waits for; it has not come to those behind."""
+        posted, rank = self._words.posted, self._words.rank
+        goals = [(peer, posted(slot, rank, peer), num) for slot, peer, num in pending]
+        return {peer for peer, _, _ in self._unmet(goals)[:1]}
 
     def _barriers(self, epochs: dict[int, int]) -> list[_Goal]:
         arrived, peers = self._words.arrived, self._words.peers
@@ -164,13 +173,11 @@ class StreamWatch:
         posted, rank = self._words.posted, self._words.rank
         return [(peer, posted(slot, rank, peer), num) for (slot, peer), num in waits.items()]
 
-    def _short_of(self, goals: list[_Goal]) -> set[int]:
+    def _unmet(self, goals: Sequence[_Goal]) -> list[_Goal]:
+        """Those whose word has not come to what it has to."""
         found = self._words.read([address for _, address, _ in goals])
-        return {
-            peer
-            for (peer, _, value), now in zip(goals, found, strict=True)
-            if not has_arrived(now, value)
-        }
+        pairs = zip(goals, found, strict=True)
+        return [goal for goal, now in pairs if not has_arrived(now, goal[2])]
 
     def _absent(self, captured: set[int]) -> set[int]:
         """Who has not moved a flag that a barrier in a graph waits for."""
@@ -185,57 +192,49 @@ class StreamWatch:
 
 
 class _Queue:
-    """How far a stream has come: an event behind its last wait, and marks that show progress.
-
-    An event costs the stream 2 µs, so not every wait has one. Behind the last of many it is the
-    watch that records it, once nothing more has come for a while.
+    """How far a stream has come: its last wait, and marks between that show progress.
 
     Attributes:
-        stream: its handle.
-        last: the event.
-        is_behind: whether waits were put on the stream since the event was recorded.
+        last: an event behind the last wait.
+        waits: those for posts, in order, as far as the stream may not have come to them.
     """
 
-    def __init__(self, stream: int) -> None:
-        self.stream = stream
+    def __init__(self) -> None:
         self.last = _new_event()
+        self.waits: deque[_Wait] = deque(maxlen=_QUEUE_LENGTH)
         self._marks: deque[Any] = deque()
-        self._submitted = self._recorded = self._marked = self._progress = 0.0
+        self._marked = 0.0
+        self._progress = 0.0
         self._is_idle = True
-        self.is_behind = False
 
-    def submitted(self) -> None:
-        """Note that a wait of ours was put on the stream just now."""
-        now = self._submitted = time.monotonic()
-        self.is_behind = True
+    def record(self, stream: int) -> Any:
+        """Let the event stand behind everything so far; return a mark if one is due, or None."""
+        check("cuEventRecord", cu.cuEventRecord(self.last, stream))
+        if time.monotonic() - self._marked <= _MARK_S:
+            return None
+        self._marked = time.monotonic()
+        mark = _new_event()
+        check("cuEventRecord", cu.cuEventRecord(mark, stream))
+        return mark
+
+    def noted(self, mark: Any, wait: _Wait | None) -> None:
+        """Note what was recorded. Not before: the event would still stand for what was done."""
         if self._is_idle:
-            self._is_idle, self._progress = False, now
-        if now - self._recorded > _RECORD_S:
-            self.record()
-        if now - self._marked > _MARK_S:
-            mark = _new_event()
-            check("cuEventRecord", cu.cuEventRecord(mark, self.stream))
+            self._is_idle, self._progress = False, time.monotonic()
+        if mark is not None:
             self._marks.append(mark)
-            self._marked = now
-
-    def record(self) -> None:
-        """Let the event stand for everything so far."""
-        check("cuEventRecord", cu.cuEventRecord(self.last, self.stream))
-        self._recorded, self.is_behind = time.monotonic(), False
-
-    def is_resting(self) -> bool:
-        """Whether the event should be recorded anew, and the thread that launches is elsewhere."""
-        return self.is_behind and time.monotonic() - self._submitted > _LOOK_S
+        if wait is not None:
+            self.waits.append(wait)
 
     def stuck_s(self) -> float:
         """Seconds since the stream was last seen to have come any further."""
-        now = time.monotonic()
         if _is_done(self.last):
-            self._is_idle, self._progress = not self.is_behind, now
+            self._is_idle = True
+            self.waits.clear()
         while self._marks and _is_done(self._marks[0]):
             check("cuEventDestroy", cu.cuEventDestroy(self._marks.popleft()))
-            self._progress = now
-        return 0.0 if self._is_idle else now - self._progress
+            self._progress = time.monotonic()
+        return 0.0 if self._is_idle else time.monotonic() - self._progress
 
     def close(self) -> None:
         """Give the events back."""

@@ -93,7 +93,8 @@ class StreamWords:
     def told(self) -> tuple[set[int], set[int]]:
         """Who was missed, and who has said so, as far as this rank was told."""
         marks = self._marks(self.rank)
-        missed, said = marks[: self.world_size], marks[self.world_size :]
+        said = marks[self.world_size :]  # first: who has said something has said whom it missed
+        missed = marks[: self.world_size]
         return ({r for r, m in enumerate(missed) if m}, {r for r, m in enumerate(said) if m})
 
     def is_well(self) -> bool:
