@@ -5,15 +5,16 @@ Rank r's part is one page at ``base + r * page_nbytes``. A counter has a line of
 ======  ==========================================================================================
 offset  32-bit word
 ======  ==========================================================================================
-0       the count; written by its sender only. Where streams wait: in the line of a rank's own
-        counter how many barriers it has come to, in others a flag, see ``spans.stream_words``
+0       the count; written by its sender only
 4       host only: how many waiters sleep on the count
-8       where streams wait, the count of posts; on the host, in rank 0's line of itself: the bell that a host barrier of this slot sleeps on
+8       host only, in rank 0's line of itself: the bell that a host barrier of this slot sleeps on
 12      host only, beside the bell: how many ranks sleep on it
 ======  ==========================================================================================
 
 The line of a rank's own counter is never counted by a barrier, so rank 0's own line is free to
 carry the bell, and no further memory has to be reserved.
+
+Where streams wait themselves the lines hold other words: see ``tpspan.spans.stream_words``.
 """
 
 from __future__ import annotations

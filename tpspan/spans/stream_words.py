@@ -1,9 +1,9 @@
 """The words by which the streams of ranks that share a GPU wait for each other.
 
-For every slot a rank has a word of its own, which says to how many barriers it has come, and each
-pair of ranks has a count of posts and a flag that is 0 or 1; these two lie in the page of the rank
-that waits. What ranks were told of those that were late lies beside, in memory that only hosts
-read.
+For every slot a rank has a word of its own, which says to how many barriers it has come, at the
+beginning of its own line (``tpspan.kernels.board``); each pair of ranks has a flag that is 0 or 1
+and, 8 bytes on, a count of posts, in the page of the rank that waits. What ranks were told of those
+that were late lies beside, in memory that only hosts read.
 
 Where all ranks share one GPU the words lie in its memory: a barrier of two takes 7 µs there, and 14
 in host memory. The host cannot look at them directly then, which only a deadline needs:
