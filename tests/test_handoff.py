@@ -33,6 +33,17 @@ def test_slots(ranks: Ranks, body: str) -> None:
 
 
 @PAIR
+@MODES
+def test_tensors_are_placed_once_for_all_slots(ranks: Ranks, mode: str) -> None:
+    ranks.run("bodies.handoff:packed", mode=mode)
+
+
+@HOST_PAIR
+def test_tensors_that_torch_carries_are_placed_once(ranks: Ranks) -> None:
+    ranks.run("bodies.handoff:packed_by_torch")
+
+
+@PAIR
 def test_wrong_arguments_are_refused(ranks: Ranks) -> None:
     ranks.run("bodies.handoff_faults:misused")
 

@@ -121,6 +121,48 @@ def held(world: World) -> None:
             del slots
 
 
+def packed(world: World, mode: str) -> None:
+    """Tensors of slots that all hold the same, placed once; what was not packed is refused."""
+    specs: Any = [((1000,), torch.int32), ((3, 5), torch.float64), ((), torch.bool)]
+    others: Any = [((20, 50), torch.int32), *specs[1:]]
+    wrong: Any = [((999,), torch.int32), *specs[1:]]
+    end_bytes = 4096 + 256 + 1
+    with Handoff(world, 0, 1, MIB, mode=mode) as handoff:
+        places = handoff.pack(specs)
+        assert isinstance(failure(handoff.pack, [((2 * MIB,), torch.int16)]), ValueError)
+        for turn in range(7):
+            slot = handoff.acquire()
+            if world.rank == 0:
+                tensors = slot.all_of(places)
+                slot.wait_until_mapped()
+                for index, (tensor, (shape, dtype)) in enumerate(zip(tensors, specs, strict=True)):
+                    tensor.copy_(values(shape, dtype, turn, index))
+            else:
+                if turn % 3 == 2:
+                    error = failure(slot.all_of, handoff.pack(wrong))
+                    assert isinstance(error, ValueError) and "producer packed" in str(error)
+                    slot.release()
+                    continue
+                asked = others if turn % 3 else specs
+                tensors = slot.all_of(handoff.pack(asked))
+                slot.wait_until_mapped()
+                for index, (tensor, (shape, dtype)) in enumerate(zip(tensors, asked, strict=True)):
+                    assert tensor.cpu().equal(values(shape, dtype, turn, index)), (turn, index)
+            assert slot.specs == tuple((tuple(each.shape), each.dtype) for each in tensors)
+            assert slot.used_nbytes == end_bytes
+            assert isinstance(failure(slot.tensor, (1,), torch.int8), ValueError)
+            assert isinstance(failure(slot.all_of, places), ValueError)
+            slot.release()
+            assert isinstance(failure(slot.all_of, places), ClosedError)
+            del tensors, tensor
+        world.control.barrier()
+
+
+def packed_by_torch(world: World) -> None:
+    with process_group(world, "gloo"):
+        packed(world, "send")
+
+
 def small_blocks(world: World) -> None:
     """Blocks lie side by side in as few pages as hold them all; remaps take whole ones."""
     with Handoff(world, 0, 1, 5000, depth=200) as handoff:

@@ -54,10 +54,11 @@ class SpanPipelineStage(PipelineStage):
             which is always on CUDA, and on the host for outputs from 1 MiB on.
         split_last: in the last backward pass of a step, which the stages before wait for, make the
             gradients of the inputs first, hand them over, and make those of the parameters then. A
-            step is shorter by the latter, times the stages before. The pass is split as zero bubble
-            schedules split every one, so what does not work there, such as activation checkpoints,
-            does not work with it; it is left whole where hooks of parameters have to be called,
-            as with FSDP2 and DDP.
+            step is shorter by the latter, times the stages before; but splitting takes a few ms of
+            host time, and for so long the memory of gradients between layers. The pass is split as
+            zero bubble schedules split every one, so what does not work there, such as activation
+            checkpoints, does not work with it; it is left whole where hooks of parameters have to
+            be called, as with FSDP2 and DDP.
         timeout_s: the deadline of the host's waits for another stage; None for the world's, which
             those of streams have.
         world: the world of the group's ranks, in their order; None to find or make it.
