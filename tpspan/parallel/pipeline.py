@@ -364,7 +364,7 @@ class SpanPipelineStage(PipelineStage):
     def _choose_direct(self, nbytes: int) -> None:
         wanted = self._direct
         if wanted is None:
-            wanted = self.device.type == "cuda" or nbytes >= _LEAST_DIRECT_NBYTES
+            wanted = torch.device(self.device).type == "cuda" or nbytes >= _LEAST_DIRECT_NBYTES
         if not wanted:
             self._direct_output = None
         elif self._direct_output is None:
