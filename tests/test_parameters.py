@@ -132,3 +132,29 @@ def test_a_parameter_computed_from_others_is_refused() -> None:
     weight = torch.ones(2, requires_grad=True) * 2
     with pytest.raises(ValueError, match="weight is computed from other tensors"):
         check_shareable(group([("weight", weight)]))
+
+
+def test_slots_name_what_modules_name_in_the_same_order() -> None:
+    shared, norm = nn.LSTM(4, 4), nn.BatchNorm1d(3)
+    parts = nn.Sequential(shared, norm)
+    parts.register_buffer("table", torch.ones(2), persistent=False)
+    parts.register_module("nothing", None)
+    module = nn.ModuleDict({"b": parts, "a": shared, "c": nn.Linear(2, 2, bias=False)})
+    slots = Slots(module, buffers=True)
+    expected = [
+        (f"{prefix}.{key}" if prefix else key, tensor)
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for kind in (part._parameters, part._buffers)
+        for key, tensor in kind.items()
+        if tensor is not None
+    ]
+    assert [name for name, _ in slots.named] == [name for name, _ in expected]
+    assert all(a is b for (_, a), (_, b) in zip(slots.named, expected, strict=True))
+    assert slots.optional == {"b.table"}
+    new = nn.Parameter(torch.zeros_like(shared.weight_ih_l0))
+    slots.put(shared.weight_ih_l0, new)
+    assert shared.weight_ih_l0 is shared._flat_weights[0] is new
+    statistics = norm.running_mean
+    assert statistics is not None
+    slots.put(statistics, torch.ones(3))
+    assert norm.running_mean is not statistics

@@ -215,10 +215,10 @@ def test_the_keeper_takes_a_version_after_the_publisher_has_waited_long_enough(
     go_on = stop_at_commit(p, monkeypatch)
     connect = starting.connect
 
-    def go_on_and_connect() -> Any:
+    def go_on_and_connect(**options: Any) -> Any:
         go_on()
         monkeypatch.undo()
-        return connect()
+        return connect(**options)
 
     monkeypatch.setattr(client, "connect", go_on_and_connect)
     write(p, 2)

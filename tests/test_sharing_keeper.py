@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ import tpspan
 from bodies.sharing import PAGE, tensors
 from sharing_processes import Actor, keeper_pid, own_keeper, stop_keeper, wait_until
 from tpspan.errors import KeeperError, NameTakenError, UnknownNameError
-from tpspan.sharing import serving, starting, wire
+from tpspan.sharing import client, serving, starting, wire
 from tpspan.sharing.client import Connection, ask_once
 from tpspan.sharing.place import VARIABLE, Place, find_place
 from tpspan.sharing.registry import Client, Refused, Registry
@@ -186,6 +187,37 @@ def test_it_answers_nonsense_and_goes_on(keeper: str) -> None:
     connection.close()
 
 
+def test_attaching_asks_once(keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    send = wire.send
+
+    def note(connection: socket.socket, message: dict[str, Any], *more: Any) -> None:
+        asked.append(message["op"])
+        send(connection, message, *more)
+
+    with tpspan.publish(tensors(1), "x") as p:
+        monkeypatch.setattr(wire, "send", note)
+        with tpspan.attach("x") as first, tpspan.attach("x") as second:
+            assert asked == ["attach", "attach"]
+            p["value"].fill_(2)
+            p.commit()
+            assert first["value"] == second["value"] == 1
+            with tpspan.attach("x", version=1) as old, tpspan.attach("x") as new:
+                assert (old.version, old.newest(), int(old["value"])) == (1, 2, 1)
+                assert (new.version, new.newest(), int(new["value"])) == (2, 2, 2)
+        p.close(remove=True)
+
+
+def test_another_protocol_is_refused_with_the_first_request(
+    keeper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_once({"op": "list"})
+    monkeypatch.setattr(wire, "PROTOCOL", wire.PROTOCOL + 1)
+    with pytest.raises(KeeperError, match="end the programs of the older version"):
+        tpspan.attach("x")
+    monkeypatch.undo()
+
+
 def test_names(keeper: str) -> None:
     for name in ("", " x", "a\nb", "x" * 201):
         with pytest.raises(ValueError, match="is no name"):
@@ -259,7 +291,7 @@ def test_out_of_descriptors(keeper: str, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(KeeperError, match=said):  # no room for a connection
         for _ in range(20):
             idle.append(Connection())
-            idle[-1].open()
+            idle[-1].ask({"op": "list"})
     for each in idle:
         each.close()
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
@@ -331,7 +363,7 @@ def test_a_keeper_that_does_not_answer(keeper: str, monkeypatch: pytest.MonkeyPa
     ask_once({"op": "list"})
     pid = keeper_pid()
     assert pid is not None
-    monkeypatch.setattr(starting, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client, "TIMEOUT_S", 0.2)
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(KeeperError, match="does not answer within 0.2 s"):

@@ -142,7 +142,7 @@ def test_the_bench_checks_and_measures(tmp_path: Path, capfd: pytest.CaptureFixt
     found = json.loads(path.read_text())
     names = [figure["name"] for figure in found["figures"]]
     assert "tpspan.attach" in names
-    assert len(names) == 8
+    assert len(names) == 11
     by_name = {figure["name"]: figure for figure in found["figures"]}
     assert by_name["new version, one hundredth changed"]["bytes"] == 2 << 20
     assert "times tpspan.attach" in capfd.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import weakref
@@ -14,7 +15,8 @@ import torch
 from harness import rank_environment
 from tpspan.memory import PAGE_NBYTES, Block, Reservation, Right
 from tpspan.memory.host import HostDriver
-from tpspan.spans.tensors import TensorRange
+from tpspan.spans import tensors
+from tpspan.spans.tensors import Part, TensorRange
 
 DTYPES = [
     torch.bool,
@@ -99,6 +101,69 @@ def test_what_makes_no_tensor(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         memory.tensor(shape, torch.int32, offset, stride, keep=None)
+    assert memory.num_live == 0
+
+
+def test_many_tensors_are_those_made_one_by_one(memory: TensorRange) -> None:
+    memory.tensor((2048,), torch.uint8, keep=None).copy_(torch.arange(2048) % 2)
+    parts: list[Part] = [((2, 3), dtype, 16 * i, (1, 2)) for i, dtype in enumerate(DTYPES)]
+    parts += [
+        ((), torch.int32, 8, ()),
+        ((0, 3), torch.int32, 0, (3, 1)),
+        ((5,), torch.int8, 3, (0,)),
+    ]
+    keeper = Keeper()
+    known = weakref.ref(keeper)
+    made = memory.tensors(parts, keep=keeper)
+    del keeper
+    assert memory.num_live == len(parts) - 1, "one stands on nothing"
+    for each, (shape, dtype, offset, stride) in zip(made, parts, strict=True):
+        single = memory.tensor(shape, dtype, offset, stride, keep=None)
+        assert (each.dtype, each.device, each.shape) == (dtype, single.device, single.shape)
+        if each.numel():
+            assert (each.data_ptr(), each.stride()) == (single.data_ptr(), single.stride())
+            assert each.untyped_storage().nbytes() == single.untyped_storage().nbytes()
+    del each, single
+    last = made[0][1:]
+    made.clear()
+    assert known() is not None
+    assert memory.num_live == 1
+    del last
+    assert known() is None
+    assert memory.num_live == 0
+    assert memory.tensors([], keep=None) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (((2,), torch.int32, 2, (1,)), "not a multiple of the 4 bytes"),
+        (((2, 2), torch.int32, PAGE_NBYTES - 8, (1, 1)), "do not lie inside"),
+        (((1,), torch.int32, -4, (1,)), "do not lie inside"),
+        (((2, -1), torch.int32, 0, (1, 1)), "negative size"),
+        (((2,), torch.int32, 0, (-1,)), "does not fit shape"),
+    ],
+)
+def test_many_tensors_are_made_all_or_none(memory: TensorRange, part: Part, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        memory.tensors([((2,), torch.int8, 0, (1,)), part], keep=None)
+    assert memory.num_live == 0
+
+
+def test_a_tensor_that_cannot_be_made_is_not_counted(
+    memory: TensorRange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+
+    def fail(capsule: object) -> torch.Tensor:
+        if next(calls) == 2:
+            raise MemoryError
+        return from_dlpack(capsule)
+
+    from_dlpack = torch.utils.dlpack.from_dlpack
+    monkeypatch.setattr(tensors, "_from_dlpack", fail)
+    with pytest.raises(MemoryError):
+        memory.tensors([((2,), torch.int8, 0, (1,))] * 4, keep=None)
     assert memory.num_live == 0
 
 

@@ -75,13 +75,21 @@ class _Ranges:
         """The size of the range that starts at this very address."""
         return self._sizes.get(address)
 
-    def overlapping(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """One range (address, nbytes) that shares a byte with the given one, or None."""
+    def overlapping(self, address: int, nbytes: int) -> bool:
+        """Whether a range shares a byte with the given one."""
         at = bisect.bisect_right(self._starts, address) - 1
         for start in self._starts[max(at, 0) : at + 2]:
             if start < address + nbytes and address < start + self._sizes[start]:
-                return start, self._sizes[start]
-        return None
+                return True
+        return False
+
+    def contains(self, address: int, nbytes: int) -> bool:
+        """Whether the given range lies inside one of these."""
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at < 0:
+            return False
+        start = self._starts[at]
+        return address + nbytes <= start + self._sizes[start]
 
 
 def _is_memfd(fd: int) -> bool:
@@ -136,10 +144,7 @@ class HostDriver:
     def map(self, address: int, nbytes: int, handle: int) -> None:
         memory = self._memory("cuMemMap", handle)
         self._whole_pages("cuMemMap", address=address, nbytes=nbytes)
-        around = self._reserved.overlapping(address, nbytes)
-        inside = around is not None and (
-            around[0] <= address and address + nbytes <= around[0] + around[1]
-        )
+        inside = self._reserved.contains(address, nbytes)
         if memory.nbytes != nbytes or not inside or self._mapped.overlapping(address, nbytes):
             self._refuse("cuMemMap", address=address, nbytes=nbytes, block_nbytes=memory.nbytes)
         self._mmap(address, nbytes, fixed=True, fd=memory.fd, nbytes=nbytes)
@@ -267,8 +272,9 @@ class HostDriver:
             self._fail(call, errno.ENOMEM, nbytes=nbytes)
 
     def _whole_pages(self, call: str, **arguments: int) -> None:
-        if any(value <= 0 or value % PAGE_NBYTES for value in arguments.values()):
-            self._refuse(call, **arguments)
+        for value in arguments.values():
+            if value <= 0 or value % PAGE_NBYTES:
+                self._refuse(call, **arguments)
 
     def _system(self, call: str, function: Callable[[], T], **arguments: int) -> T:
         try:

@@ -31,7 +31,8 @@ class Adopted:
                 # ``.data`` forgets what the view was made from, which would keep the range in use.
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made = nn.Parameter(view, tensor.requires_grad) if is_parameter else view.data
-                made.__dict__.update(tensor.__dict__)
+                if tensor.__dict__:
+                    made.__dict__.update(tensor.__dict__)
                 slots.put(tensor, made)
                 self.note(made)
                 continue
@@ -104,15 +105,6 @@ def part_of(region: Region, stride: tuple[int, ...]) -> Entry:
     """What a layout needs to know of a region; the offset is not known yet."""
     tensor = region.tensor
     return Entry(region.names, 0, tuple(tensor.shape), stride, tensor.dtype)
-
-
-def optional_names(module: nn.Module) -> frozenset[str]:
-    """Names of buffers that a state dict does not hold."""
-    return frozenset(
-        f"{prefix}.{key}" if prefix else key
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for key in part._non_persistent_buffers_set
-    )
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -134,7 +134,10 @@ class Attached(Mapping[str, torch.Tensor]):
                 optimizer, for one, keeps what it is given.
         """
         self._check_open()
-        tensors: dict[str, torch.Tensor] = dict(self)
+        self._streams.use()
+        names = tuple(self)
+        made = self._mapped.tensors([self.layout.by_name[name] for name in names], keep=self)
+        tensors = dict(zip(names, made, strict=True))
         if clone:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return unflatten(self._state, tensors) if self._state else tensors
@@ -268,10 +271,12 @@ class Attached(Mapping[str, torch.Tensor]):
         """Say that a stream uses the tensors, so that an update waits for it."""
         self._streams.use(stream)
 
-    def adopt(self, slots: Slots, region: Region, entry: Entry) -> None:
-        """Let what a module registers for a region be a tensor of this attachment."""
+    def adopt(self, slots: Slots, found: Sequence[tuple[Region, Entry]]) -> None:
+        """Let what a module registers for regions be tensors of this attachment."""
         self._streams.use()
-        self._adopted.take(slots, region, self._mapped.tensor(entry, keep=self))
+        views = self._mapped.tensors([entry for _, entry in found], keep=self)
+        for (region, _), view in zip(found, views, strict=True):
+            self._adopted.take(slots, region, view)
 
     def held_nbytes(self) -> int:
         """Bytes of physical memory that the tensors cost this process.

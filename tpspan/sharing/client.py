@@ -86,6 +86,7 @@ class Connection:
         self.number = 0
         self._lock = threading.RLock()
         self._socket: socket.socket | None = None
+        self._is_greeted = False
         self._left: list[socket.socket] = []
         self._num_waiting = 0
         self._closed = False
@@ -105,7 +106,8 @@ class Connection:
             if self._closed:
                 raise KeeperError("this connection was closed")
             if self._socket is None:
-                self._socket = connect()
+                self._socket = connect(greet=False)  # the first request greets
+                self._is_greeted = False
                 self.number += 1
 
     @contextlib.contextmanager
@@ -128,9 +130,12 @@ class Connection:
             answered = False
             try:
                 self._socket.settimeout(TIMEOUT_S)
-                wire.send(self._socket, message, data, num_fds, fds)
+                if not self._is_greeted:
+                    message = {**message, "protocol": wire.PROTOCOL}
+                with contextlib.suppress(ConnectionError):  # it may have said why and hung up
+                    wire.send(self._socket, message, data, num_fds, fds)
                 answer, data, count = self._receive(self._socket)
-                answered = True
+                answered = self._is_greeted = True
                 if "error" in answer:
                     raise _error(answer, data)
                 following = wire.receive_fds(self._socket, count)

@@ -105,12 +105,15 @@ def fetch(
         if said["sent"]:
             driver = device(found.description).driver
             for place, fd in zip(said["sent"], answer.fds, strict=True):
-                with ExitStack() as closing:
-                    closing.callback(os.close, fd)
+                is_kept = False
+                try:
                     found.blocks[place] = Block.from_fd(driver, fd, sizes[place])
                     if keep_fds:
                         found.fds[place] = fd
-                        closing.pop_all()
+                        is_kept = True
+                finally:
+                    if not is_kept:
+                        os.close(fd)
         number, token = said["newest"]
         connection.newest = (number, token)
         undo.pop_all()

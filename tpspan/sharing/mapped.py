@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -67,6 +67,11 @@ class Mapped:
         return self.range.tensor(
             entry.shape, entry.dtype, entry.offset_bytes, entry.stride, keep=keep
         )
+
+    def tensors(self, entries: Sequence[Entry], *, keep: object) -> list[torch.Tensor]:
+        """Many tensors of the layout, in less time."""
+        parts = [(e.shape, e.dtype, e.offset_bytes, e.stride) for e in entries]
+        return self.range.tensors(parts, keep=keep)
 
     def words(self, place: int) -> torch.Tensor:
         """A block as integers of 64 bits; not counted as a tensor that lives."""

@@ -11,7 +11,6 @@ from torch import nn
 from tpspan.errors import PublicationMismatch
 from tpspan.launch.world import World
 from tpspan.parallel.regions import Region, Slots, check_shareable, group
-from tpspan.sharing.adopted import optional_names
 from tpspan.sharing.attached import Attached
 from tpspan.sharing.attaching import attach
 from tpspan.sharing.layout import Entry, PublishedLayout, listed
@@ -55,12 +54,11 @@ def attach_module(
         name, version=version, device=device, writable=writable, replicate=replicate, world=world
     )
     try:
-        found = _fitting(name, regions, attached.layout, optional_names(module), strict=strict)
+        found = _fitting(name, regions, attached.layout, slots.optional, strict=strict)
     except BaseException:
         attached.close()
         raise
-    for region, entry in found:
-        attached.adopt(slots, region, entry)
+    attached.adopt(slots, found)
     return attached
 
 
@@ -76,19 +74,21 @@ def _fitting(
     found: list[tuple[Region, Entry]] = []
     missing: list[str] = []
     misfits: list[str] = []
+    by_name = layout.by_name
+    taken: set[int] = set()
     for region in regions:
-        entries = dict.fromkeys(layout.by_name[n] for n in region.names if n in layout.by_name)
+        entries = [by_name[name] for name in region.names if name in by_name]
+        taken.update(map(id, entries))
         if not entries:
             if not optional.issuperset(region.names):
                 missing.append(region.names[0])
             elif region.tensor.is_meta:
                 misfits.append(f"{region.names[0]} is on meta, and no state dict holds it")
             continue
-        entry = next(iter(entries))
-        tensor = region.tensor
-        if len(entries) > 1:
+        entry, tensor = entries[0], region.tensor
+        if any(each is not entry for each in entries):
             misfits.append(f"{' and '.join(region.names)} are one here and different tensors there")
-        elif tuple(tensor.shape) != entry.shape:
+        elif tensor.shape != entry.shape:
             misfits.append(
                 f"{region.names[0]} is {entry.shape} there and {tuple(tensor.shape)} here"
             )
@@ -96,11 +96,10 @@ def _fitting(
             misfits.append(f"{region.names[0]} is {entry.dtype} there and {tensor.dtype} here")
         else:
             found.append((region, entry))
-    known = {n for region in regions for n in region.names}
     unexpected = [
         entry.names[0]
         for entry in layout.entries
-        if known.isdisjoint(entry.names) and not layout.optional.issuperset(entry.names)
+        if id(entry) not in taken and not layout.optional.issuperset(entry.names)
     ]
     parts = [f"not fitting: {listed(misfits)}"] if misfits else []
     if strict and missing:

@@ -81,9 +81,9 @@ class Peer(Client):
         self._truncated = False
         return message, data, fds, lost
 
-    def answer(self, message: dict[str, Any], data: bytes, blocks: tuple[Block, ...]) -> None:
+    def answer(self, encoded: bytes, blocks: tuple[Block, ...]) -> None:
         """Put an answer into the queue."""
-        self._queue.append((wire.encode(message, data, len(blocks)), ()))
+        self._queue.append((encoded, ()))
         for first in range(0, len(blocks), wire.BATCH):
             self._queue.append((b"\0", blocks[first : first + wire.BATCH]))
 

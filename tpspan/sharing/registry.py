@@ -43,11 +43,14 @@ class Version:
         blocks: by place in the layout.
         state: what the publisher says of it, which only readers understand.
         time_s: when it came to be, in seconds of the epoch.
+        answer: what a reader of all of it gets, as long as the newest version is the one that it
+            names: many readers may come at the same moment.
     """
 
     def __init__(self, number: int, token: str, blocks: tuple[Block, ...], state: bytes) -> None:
         self.number, self.token, self.blocks, self.state = number, token, blocks, state
         self.time_s = time.time()
+        self.answer: tuple[str, bytes] | None = None
 
 
 class Client:

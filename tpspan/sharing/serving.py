@@ -30,7 +30,8 @@ RESEED_S = 3.0
 _LOOK_S = 0.25
 _LOST_S = 10.0
 
-Answer = tuple[dict[str, Any], bytes, tuple[Block, ...]]
+Answer = tuple[bytes, tuple[Block, ...]]
+"""An encoded message, and the blocks whose descriptors follow it."""
 
 
 class Keeper:
@@ -184,7 +185,7 @@ class Keeper:
                 connection, _ = self._listener.accept()
                 with connection:
                     refusal = self._refusal(self._out_of_descriptors())
-                    connection.send(wire.encode(refusal[0]))
+                    connection.send(refusal[0])
             self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
             return False
         pid, user = wire.credentials(connection)
@@ -240,6 +241,13 @@ class Keeper:
         try:
             if lost:
                 raise self._out_of_descriptors()
+            if message.get("protocol", wire.PROTOCOL) != wire.PROTOCOL:
+                raise Refused(
+                    "request",
+                    f"the keeper, process {os.getpid()}, speaks protocol {wire.PROTOCOL}, and this "
+                    f"program protocol {message['protocol']}: end the programs of the older "
+                    "version",
+                )
             if operation not in self._operations:
                 raise Refused("request", f"this keeper knows no request {operation!r}")
             answer = self._operations[operation](peer, message, data, fds)
@@ -256,7 +264,7 @@ class Keeper:
     @staticmethod
     def _refusal(refused: Refused) -> Answer:
         reply = {"error": refused.kind, "text": str(refused), "details": refused.details}
-        return reply, refused.data, ()
+        return wire.encode(reply, refused.data), ()
 
     def _out_of_descriptors(self) -> Refused:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -269,13 +277,7 @@ class Keeper:
         )
 
     def _hello(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
-        if message["protocol"] != wire.PROTOCOL:
-            raise Refused(
-                "request",
-                f"the keeper, process {os.getpid()}, speaks protocol {wire.PROTOCOL}, and this "
-                f"program protocol {message['protocol']}: end the programs of the older version",
-            )
-        return {"pid": os.getpid()}, b"", ()
+        return wire.encode({"pid": os.getpid()}), ()
 
     def _claim(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
         found = self.registry.claim(
@@ -287,16 +289,16 @@ class Keeper:
             publisher=message["publisher"],
         )
         if found.newest is None:
-            return {"version": 0, "token": "", "blocks": []}, b"", ()
-        return self._shown(found.newest, ()), b"", ()
+            return wire.encode({"version": 0, "token": "", "blocks": []}), ()
+        return wire.encode(self._shown(found.newest, ())), ()
 
     def _deposit(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
         self.registry.deposit(peer, message["blocks"], message["sizes"], fds)
-        return {}, b"", ()
+        return wire.encode({}), ()
 
     def _withdraw(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
         self.registry.withdraw(peer, message["blocks"])
-        return {}, b"", ()
+        return wire.encode({}), ()
 
     def _commit(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
         name = message["name"]
@@ -309,11 +311,11 @@ class Keeper:
             number=message.get("version"),
         )
         self._tell_readers(name, version.number, version.token)
-        return {"version": version.number}, b"", ()
+        return wire.encode({"version": version.number}), ()
 
     def _trim(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
         self.registry.trim_owned(peer, message["name"], max(1, message["keep"]))
-        return {}, b"", ()
+        return wire.encode({}), ()
 
     def _attach(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
         have = set(message["have"])
@@ -326,6 +328,9 @@ class Keeper:
         if message["reads"] == "this":
             peer.reads = (found.name, version.number, version.token)
         wanted = message.get("places")
+        is_whole = wanted is None and not have
+        if is_whole and version.answer is not None and version.answer[0] == newest.token:
+            return version.answer[1], version.blocks
         there = range(len(version.blocks))
         # A name that was published anew may have fewer blocks; the client sees it by the layout.
         places = there if wanted is None else [place for place in wanted if place in there]
@@ -336,8 +341,10 @@ class Keeper:
             description=found.description,
             layout_nbytes=len(found.layout),
         )
-        blocks = tuple(version.blocks[place] for place in sent)
-        return reply, found.layout + version.state, blocks
+        encoded = wire.encode(reply, found.layout + version.state, len(sent))
+        if is_whole:
+            version.answer = newest.token, encoded
+        return encoded, tuple(version.blocks[place] for place in sent)
 
     @staticmethod
     def _shown(version: Version, sent: Any) -> dict[str, Any]:
@@ -351,13 +358,13 @@ class Keeper:
 
     def _list(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
         keeper = {"pid": os.getpid(), "blocks": self.registry.num_blocks}
-        return {"names": self.registry.listing(), "keeper": keeper}, b"", ()
+        return wire.encode({"names": self.registry.listing(), "keeper": keeper}), ()
 
     def _remove(self, peer: Peer, message: dict[str, Any], data: bytes, fds: list[int]) -> Answer:
         name = message["name"]
         self.registry.remove(peer, name, force=bool(message["force"]))
         self._tell_readers(name, 0, "")
-        return {}, b"", ()
+        return wire.encode({}), ()
 
     def _tell_readers(self, name: str, number: int, token: str) -> None:
         """Tell which version is the newest now; 0 if the name is gone."""

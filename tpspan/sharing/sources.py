@@ -11,7 +11,7 @@ from torch import nn
 
 from tpspan.parallel.regions import Region, Slots, check_shareable, dense_stride, group
 from tpspan.parallel.shared import SharedParameters, find_shared
-from tpspan.sharing.adopted import devices_of, optional_names, part_of
+from tpspan.sharing.adopted import devices_of, part_of
 from tpspan.sharing.layout import Entry
 from tpspan.sharing.tree import flatten
 from tpspan.spans.span import Span
@@ -72,7 +72,7 @@ def source_of(published: object) -> Source:
         return Source(
             tuple(part_of(region, dense_stride(region.tensor)) for region in regions),
             tuple(region.tensor for region in regions),
-            optional_names(published),
+            slots.optional,
             b"",
             slots,
             regions,

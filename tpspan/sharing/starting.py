@@ -37,11 +37,13 @@ def keeper_command(*words: str) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _PROGRAM, root, *words]
 
 
-def connect(*, start: bool = True) -> socket.socket | None:
-    """A connection to this user's keeper, whose first answer has come.
+def connect(*, start: bool = True, greet: bool = True) -> socket.socket | None:
+    """A connection to this user's keeper.
 
     Args:
         start: start a keeper if there is none.
+        greet: wait until it has answered, and speaks this protocol. Otherwise the first request has
+            to name the protocol, and may find that the keeper was just ending.
 
     Returns:
         The connection; None if there is no keeper and ``start`` is False.
@@ -52,14 +54,16 @@ def connect(*, start: bool = True) -> socket.socket | None:
     place = find_place()
     deadline = time.monotonic() + TIMEOUT_S
     while True:
-        connection = _greeted(place)
+        connection = _connected(place, greet=greet)
         if connection is not None or not start:
             return connection
         lock = place.lock_starting(max(deadline - time.monotonic(), 0.0))
         try:
             if lock is None:
                 raise KeeperError(f"a keeper is being started in {place.directory}, without end")
-            connection = _greeted(place)  # whoever had the lock before has started one
+            connection = _connected(
+                place, greet=greet
+            )  # whoever had the lock before has started one
             if connection is not None:
                 return connection
             if time.monotonic() > deadline:
@@ -70,8 +74,8 @@ def connect(*, start: bool = True) -> socket.socket | None:
                 os.close(lock)
 
 
-def _greeted(place: Place) -> socket.socket | None:
-    """A connection that the keeper has answered on, or None if there is no keeper."""
+def _connected(place: Place, *, greet: bool) -> socket.socket | None:
+    """A connection, which the keeper has answered on if it is greeted; None if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.ExitStack() as undo:
         undo.callback(connection.close)
@@ -84,6 +88,9 @@ def _greeted(place: Place) -> socket.socket | None:
                     f"the keeper at {place.socket} is one of user {user}: set {VARIABLE} to a "
                     "directory of your own"
                 )
+            if not greet:
+                undo.pop_all()
+                return connection
             with contextlib.suppress(ConnectionError):  # it may have said why and hung up
                 wire.send(connection, {"op": "hello", "protocol": wire.PROTOCOL})
             answer, _, _ = wire.receive(connection)

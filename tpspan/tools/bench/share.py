@@ -77,6 +77,13 @@ class Worker:
         return self.connection.recv()
 
 
+def ask_all(workers: Sequence[Worker], step: str) -> list[Any]:
+    """Let all workers do a step at the same moment."""
+    for worker in workers:
+        worker.connection.send(step)
+    return [worker.connection.recv() for worker in workers]
+
+
 class Bench:
     """One model, published and handed over in other ways.
 
@@ -119,7 +126,7 @@ class Bench:
 
     def run(self, workers: Sequence[Worker]) -> list[dict[str, Any]]:
         """Everything, checked and timed."""
-        figures = [self._figure("load safetensors from the page cache", self._loads(workers))]
+        figures = self._loads(workers)
         torches = self._received(workers)
         how = "shared memory" if self.device == "cpu" else "CUDA IPC"
         figures.append(self._figure(f"torch.multiprocessing, {how} tensor by tensor", torches))
@@ -133,6 +140,18 @@ class Bench:
                 attaches.append(worker.ask("attach"))
                 self._check(worker, 1.0)
         figures.append(self._figure("tpspan.attach", attaches))
+        if len(workers) > 1:
+            together = []
+            for _ in range(self.repeat):
+                ask_all(workers, "drop")
+                together += ask_all(workers, "attach")
+            figures.append(self._figure("tpspan.attach, all workers at once", together))
+        if self.device == "cpu":
+            reads = []
+            for worker in workers:
+                worker.ask("drop")
+                reads.append(worker.ask("attach_and_read"))
+            figures.append(self._figure("tpspan.attach, and read every page", reads))
         memory = {"held by the workers": self._held(workers)}
         if free is not None:
             memory["taken on the GPU by attaching"] = free - (self._free() or 0)
@@ -157,16 +176,27 @@ class Bench:
         publication.close(remove=True)
         return figures + [{"name": name, "bytes": nbytes} for name, nbytes in memory.items()]
 
-    def _loads(self, workers: Sequence[Worker]) -> list[float]:
+    def _loads(self, workers: Sequence[Worker]) -> list[dict[str, Any]]:
         save_file({name: tensor.cpu() for name, tensor in self.model.items()}, self.path)
         Path(self.path).read_bytes()  # now it is in the page cache
-        seconds = []
-        for worker in workers:  # each for the first time: a second one finds memory ready for it
-            seconds.append(worker.ask("load"))
+        new, again, mapped = [], [], []
+        for worker in workers:
+            new.append(worker.ask("load"))  # each for the first time: later, memory is ready for it
+            self._check(worker, 1.0)
+            again += [worker.ask("load_again") for _ in range(self.repeat)]
             self._check(worker, 1.0)
             worker.ask("drop")
+            if self.device == "cpu":
+                mapped.append(worker.ask("map_and_read"))
+                worker.ask("drop")
+        figures = [
+            self._figure("load safetensors from the page cache", new),
+            self._figure("load it once more, into the same memory", again),
+        ]
+        if mapped:
+            figures.append(self._figure("map the file, and read every page", mapped))
         os.unlink(self.path)
-        return seconds
+        return figures
 
     def _received(self, workers: Sequence[Worker]) -> list[float]:
         if self.device == "cpu":
