@@ -151,8 +151,10 @@ def test_slots_name_what_modules_name_in_the_same_order() -> None:
     assert [name for name, _ in slots.named] == [name for name, _ in expected]
     assert all(a is b for (_, a), (_, b) in zip(slots.named, expected, strict=True))
     assert slots.optional == {"b.table"}
-    new = nn.Parameter(torch.zeros_like(shared.weight_ih_l0))
-    slots.put(shared.weight_ih_l0, new)
+    old = shared._parameters["weight_ih_l0"]
+    assert old is not None
+    new = nn.Parameter(torch.zeros_like(old))
+    slots.put(old, new)
     assert shared.weight_ih_l0 is shared._flat_weights[0] is new
     statistics = norm.running_mean
     assert statistics is not None
