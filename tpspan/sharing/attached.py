@@ -177,6 +177,11 @@ class Attached(Mapping[str, torch.Tensor]):
                 if version is None:
                     found = self._group.broadcast(self._look() if self._group.leads else None)
                     number, is_other = found
+                elif version == self._version:  # or another one, of a name published anew
+                    newest, is_other = self._group.broadcast(
+                        self._look() if self._group.leads else None
+                    )
+                    number, is_other = version, is_other and newest == version
                 else:
                     number, is_other = version, False
                 if number == self._version and not is_other:
@@ -393,7 +398,7 @@ class Attached(Mapping[str, torch.Tensor]):
                 connection.wait(3600.0)
             except Lost:
                 continue
-            except TpspanError:  # closed; or the name, or a keeper, is not there now
+            except (TpspanError, OSError):  # closed; or no name, keeper or descriptor now
                 self._ended.wait(_LOOK_S)
                 continue
             newest, token = connection.newest

@@ -43,7 +43,8 @@ def _move(publication: Publication, connection: socket.socket) -> None:
         "publisher": publication.publisher,
     }
     _ask(connection, {"op": "hello", "protocol": wire.PROTOCOL})
-    there = _ask(connection, claim, publication.layout)
+    wire.send(connection, claim, publication.layout)
+    there = wire.receive(connection)[0]  # a refusal is what is wanted: the name is there already
     if there.get("version") != 0:
         return
     known: set[str] = set()
@@ -69,9 +70,21 @@ def _deposit(version: Version, known: set[str], connection: socket.socket) -> No
     }
     fds = (os.dup(block.fd) for block in blocks.values())
     wire.send(connection, message, b"", len(blocks), fds)
-    wire.receive(connection)
+    _answer(connection)
 
 
 def _ask(connection: socket.socket, message: dict[str, Any], data: bytes = b"") -> dict[str, Any]:
     wire.send(connection, message, data)
-    return wire.receive(connection)[0]
+    return _answer(connection)
+
+
+def _answer(connection: socket.socket) -> dict[str, Any]:
+    """What the other keeper says.
+
+    Raises:
+        WireError: it refuses.
+    """
+    said = wire.receive(connection)[0]
+    if "error" in said:
+        raise wire.WireError(f"the other keeper refuses: {said['error']}")
+    return said

@@ -171,17 +171,17 @@ class Publication(Mapping[str, torch.Tensor]):
         with self._lock:
             if self._is_closed:
                 return
-            if isinstance(self._working, OwnMemory):
+            if isinstance(self._working, OwnMemory):  # a span stays, and its ranks may be elsewhere
+                self._working.settle()  # what other streams write is in the copies
                 tensors = self._working.mapped.range
                 self._adopted.make_private(
                     tensors, keep=self, what=f"tensors of the publication {self.name!r}"
                 )
+                self._working.settle()  # and nothing is unmapped before they are made
             self._is_closed = True
         try:
             if remove and self._group.leads:
                 self._registration.remove()
-            if isinstance(self._working, OwnMemory):  # a span stays, and its ranks may be elsewhere
-                self._working.settle()
         finally:
             self._dissolve()
 
