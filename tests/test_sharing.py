@@ -417,6 +417,20 @@ def test_a_name_that_is_removed_and_published_anew_begins_to_count_again() -> No
     p.close(remove=True)
 
 
+def test_update_to_the_number_that_is_mapped_flips_if_the_name_was_published_anew() -> None:
+    p = tpspan.publish(tensors(1, num_blocks=1), "x", block_nbytes=PAGE)
+    a = tpspan.attach("x")
+    assert not a.update(1)
+    p.close(remove=True)
+    p = tpspan.publish(tensors(2, num_blocks=1), "x", block_nbytes=PAGE)
+    assert a.wait_for() == 1
+    assert a.update(1)
+    assert int(a["value"]) == 2
+    assert not a.update(1)
+    a.close()
+    p.close(remove=True)
+
+
 def test_a_reader_that_sees_only_the_last_of_the_news_sees_that_the_name_was_removed() -> None:
     """It was removed and published anew, with the number that is mapped, before it looks."""
     given = tensors(1, num_blocks=1)
