@@ -68,8 +68,8 @@ def train(seconds: float, device: str) -> None:
     print(f"trainer: {publication.version} versions, loss {loss.item():.4f}")
     policy.committed_at.zero_()  # the end
     publication.commit()
-    sys.stdout.buffer.write(generator.stdout.read())
-    generator.wait()
+    sys.stdout.flush()
+    sys.stdout.buffer.write(generator.communicate()[0])
     publication.close(remove=True)
 
 

@@ -16,6 +16,7 @@ import signal
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,11 +26,18 @@ from typing import Any, Self
 import pytest
 import torch
 
+from tpspan.sharing import starting
 from tpspan.sharing.client import ask_once
 from tpspan.sharing.place import VARIABLE
 from tpspan.sharing.registration import Registration
 from tpspan.sharing.starting import connect
 
+# Keepers that tests start wait as others do, only not so long, for somebody who needs them.
+_PROGRAM = starting._PROGRAM.replace(
+    "from tpspan",
+    "from tpspan.sharing import serving; serving.GRACE_S, serving.RESEED_S = 0.3, 1.5; from tpspan",
+    1,
+)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "tpspan.sharing.modules", "bodies.sharing"])
 
@@ -125,7 +133,9 @@ class Actor:
 def serve(connection: Connection, keeper_dir: str) -> None:
     """What an actor runs."""
     os.environ[VARIABLE] = keeper_dir
+    starting._PROGRAM = _PROGRAM
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: collections need not walk it
     bodies = importlib.import_module("bodies.sharing")
     state: dict[str, Any] = {}
     while True:
@@ -150,14 +160,24 @@ def own_keeper() -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix="tpspan-test-", dir="/tmp")
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = directory
+    made: weakref.WeakSet[Registration] = weakref.WeakSet()
+    claim = Registration.claim
+
+    def note_and_claim(registration: Registration) -> None:
+        made.add(registration)
+        claim(registration)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Registration, "claim", note_and_claim)
+    patch.setattr(starting, "_PROGRAM", _PROGRAM)
     try:
         yield directory
         if (seen := listing()) is not None:
             assert [each["name"] for each in seen] == []
     finally:
-        for each in gc.get_objects():  # a failed test's publishers would start the next keeper
-            if type(each) is Registration and each.connection.number:
-                each.close()
+        for each in tuple(made):  # a failed test's publishers would start the next keeper
+            each.close()
+        patch.undo()
         stop_keeper(signal.SIGTERM)
         log = Path(directory, "log")
         said = log.read_text() if log.exists() else ""

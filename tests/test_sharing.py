@@ -483,7 +483,7 @@ def test_a_captured_graph_reads_the_version_that_is_mapped() -> None:
 
 @ON_EACH_DEVICE
 def test_flips_show_no_torn_version(device: str) -> None:
-    flips = _flips(device, 500)
+    flips = _flips(device, 200)
     assert flips > 20
 
 
@@ -585,8 +585,8 @@ def test_a_refused_close_leaves_everything_as_it_was(meta: bool) -> None:
 
 def test_descriptors_of_a_small_limit_are_enough() -> None:
     """The keeper sends in batches, which are imported and closed one by one."""
-    p = tpspan.publish({"x": torch.zeros(150 * PAGE // 4)}, "x", block_nbytes=PAGE)
+    p = tpspan.publish({"x": torch.zeros(70 * PAGE // 4)}, "x", block_nbytes=PAGE)
     with tpspan.attach("x") as a:
-        assert len(a._mapped.places) == 150
-    assert len(list(Path("/proc/self/fd").iterdir())) > 300, "on the host a block is a descriptor"
+        assert len(a._mapped.places) == 70
+    assert len(list(Path("/proc/self/fd").iterdir())) > 140, "on the host a block is a descriptor"
     p.close(remove=True)

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,6 @@ from tpspan.sharing import client, serving, starting, wire
 from tpspan.sharing.client import Connection, ask_once
 from tpspan.sharing.place import VARIABLE, Place, find_place
 from tpspan.sharing.registry import Client, Refused, Registry
-from tpspan.sharing.serving import GRACE_S
 
 
 @pytest.fixture
@@ -65,22 +65,51 @@ def test_it_imports_neither_torch_nor_anything_installed() -> None:
 
 
 def test_it_ends_when_it_holds_nothing(keeper: str) -> None:
-    connection = Connection()
-    connection.open()
-    pid = keeper_pid()
-    time.sleep(GRACE_S + 0.6)
-    assert keeper_pid() == pid, "somebody is connected"
-    connection.close()
-    with tpspan.publish(tensors(1), "x"):
+    with tpspan.publish(tensors(1, num_blocks=1), "x"):
         pid = keeper_pid()
-        time.sleep(GRACE_S + 0.6)
-        assert keeper_pid() == pid, "a name is held"
     tpspan.remove("x")
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), GRACE_S + 5.0)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
     assert sorted(os.listdir(keeper)) == ["log", "start"]
     assert keeper_pid() is None
     assert tpspan.published() == []
     assert keeper_pid() is None, "a listing starts no keeper"
+
+
+@contextlib.contextmanager
+def kept_here(ends_by_itself: bool) -> Iterator[threading.Thread]:
+    """A keeper on a thread of this process, which waits for nobody."""
+    place = find_place()
+    lock = place.lock()
+    assert lock is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving, "GRACE_S", 0.05)
+        made = serving.Keeper(place, lock, ends_by_itself=ends_by_itself, follows_a_kill=False)
+        thread = threading.Thread(target=made.serve)
+        thread.start()
+        try:
+            yield thread
+        finally:
+            if thread.is_alive():
+                made.stop()
+            thread.join()
+
+
+LOOKS_S = 0.6  # a keeper looks four times a second whether anybody needs it
+
+
+def test_it_stays_while_somebody_is_connected_or_a_name_is_held(keeper: str) -> None:
+    with kept_here(ends_by_itself=True) as thread:
+        connection = Connection()
+        connection.ask({"op": "list"})
+        thread.join(LOOKS_S)
+        assert thread.is_alive(), "somebody is connected"
+        with tpspan.publish(tensors(1, num_blocks=1), "x"):
+            connection.close()
+        thread.join(LOOKS_S)
+        assert thread.is_alive(), "a name is held"
+        tpspan.remove("x")
+        thread.join(5.0)
+        assert not thread.is_alive()
 
 
 def test_many_starters_start_one(keeper: str) -> None:
@@ -302,7 +331,7 @@ def test_out_of_descriptors(keeper: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_client_out_of_descriptors(keeper: str) -> None:
-    p = tpspan.publish(tensors(1, num_blocks=90), "x", block_nbytes=PAGE, read_only=True)
+    p = tpspan.publish(tensors(1, num_blocks=66), "x", block_nbytes=PAGE, read_only=True)
     with Actor() as other:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.prlimit(other.pid, resource.RLIMIT_NOFILE, (50, hard))
@@ -340,10 +369,12 @@ def test_in_the_foreground_it_stays(keeper: str) -> None:
         starting.keeper_command("serve"), env=dict(os.environ), timeout=20, check=False
     )
     assert second.returncode == 0, "one is enough"
-    time.sleep(GRACE_S + 0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(5.0) == 0
+    with kept_here(ends_by_itself=False) as thread:
+        thread.join(LOOKS_S)
+        assert thread.is_alive()
 
 
 def test_a_keeper_that_cannot_start_says_why(keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -172,6 +173,15 @@ def set_up(device: str) -> None:
     publication.close(remove=True)
 
 
+def fork(state: State) -> int:
+    """Have a child that inherits all connections, and does nothing."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
 def snapshot(state: State, device: str) -> None:
     """Remember what this process holds."""
     set_up(device)
@@ -234,6 +244,16 @@ def roam(state: State, seed: int, seconds: float, names: list[str], device: str)
             one["a"].update()
             value_of(one)
 
+    def wait_one() -> None:
+        if attached:
+            with contextlib.suppress(TimeoutError):
+                dice.choice(attached)["a"].wait_for(timeout_s=0.05)
+
+    def listen_one() -> None:
+        if attached:
+            with contextlib.suppress(ValueError):  # it listens already
+                dice.choice(attached)["a"].on_version(lambda _: None)
+
     def detach_one() -> None:
         if attached:
             attached.pop(dice.randrange(len(attached)))["a"].close()
@@ -248,6 +268,8 @@ def roam(state: State, seed: int, seconds: float, names: list[str], device: str)
         attach_one: 4,
         update_one: 12,
         detach_one: 3,
+        wait_one: 2,
+        listen_one: 1,
         look: 1,
     }
     while time.monotonic() < end:
