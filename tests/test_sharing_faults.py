@@ -199,11 +199,11 @@ def stop_at_commit(p: tpspan.Publication, patch: pytest.MonkeyPatch) -> Callable
     assert pid is not None
     ask = p._registration.connection.ask
 
-    def stop_and_ask(message: dict[str, Any], data: bytes = b"") -> Any:
+    def stop_and_ask(message: dict[str, Any], data: bytes = b"", **options: Any) -> Any:
         if message["op"] == "commit":
             os.kill(pid, signal.SIGSTOP)
             patch.setattr(client, "TIMEOUT_S", 0.05)
-        return ask(message, data)
+        return ask(message, data, **options)
 
     patch.setattr(p._registration.connection, "ask", stop_and_ask)
     return lambda: os.kill(pid, signal.SIGCONT)
@@ -270,8 +270,8 @@ def test_a_version_whose_answer_is_lost_is_made_once(monkeypatch: pytest.MonkeyP
     p = tpspan.publish(tensors(1), "x", block_nbytes=PAGE)
     ask = p._registration.connection.ask
 
-    def lose(message: dict[str, Any], data: bytes = b"") -> Any:
-        answer = ask(message, data)
+    def lose(message: dict[str, Any], data: bytes = b"", **options: Any) -> Any:
+        answer = ask(message, data, **options)
         if message["op"] == "commit":
             monkeypatch.undo()
             with p._registration.connection._lock:

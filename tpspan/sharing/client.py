@@ -117,14 +117,23 @@ class Connection:
         data: bytes = b"",
         num_fds: int = 0,
         fds: Iterable[int] = (),
+        *,
+        number: int | None = None,
     ) -> Iterator[Answer]:
         """Ask, and have the answer for a ``with`` block; what is left of its descriptors is closed.
 
+        Args:
+            message, data, num_fds, fds: as for ``wire.send``.
+            number: of the connection on which this makes sense.
+
         Raises:
-            Lost: the keeper has ended; this connection is new at its next use.
+            Lost: the keeper has ended; this connection is new at its next use. Or another thread
+                has found that, and it is new by now.
             TpspanError: what the keeper refused, as the error that it is.
         """
         with self._lock:
+            if number is not None and (self._socket is None or number != self.number):
+                raise Lost("the connection has ended")
             self.open()
             assert self._socket is not None
             answered = False
@@ -160,9 +169,11 @@ class Connection:
                     self._disconnect()
                 raise
 
-    def ask(self, message: dict[str, Any], data: bytes = b"") -> dict[str, Any]:
+    def ask(
+        self, message: dict[str, Any], data: bytes = b"", *, number: int | None = None
+    ) -> dict[str, Any]:
         """The answer to a request without descriptors; raises as ``request`` does."""
-        with self.request(message, data) as answer:
+        with self.request(message, data, number=number) as answer:
             return answer.message
 
     def say(self, message: dict[str, Any]) -> None:

@@ -80,6 +80,7 @@ class Registration:
         # Whether what was imported can be exported again is the driver's business: nobody asks it.
         self._fds: dict[str, int] = {}
         self._seeded = 0
+        self._number: int | None = None
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -94,10 +95,10 @@ class Registration:
         """
         if not self._group.leads:
             keep_trying(self.connection.open)
-            self._seeded = self.connection.number
+            self._number = self._seeded = self.connection.number
             return
         answer = keep_trying(self._claimed)
-        self._seeded = self.connection.number
+        self._number = self._seeded = self.connection.number
         self.version, self._token = answer["version"], answer["token"]
         self.names = tuple(answer["blocks"])
 
@@ -147,7 +148,8 @@ class Registration:
                 if there is not None and there["token"] == self._coming:
                     return int(there["version"])  # taken before the connection ended
                 if there is not None:
-                    is_asked = False  # and by that one nothing can come any more
+                    if there["token"]:
+                        is_asked = False  # by the connection before nothing can come any more
                     self._send(named)
                 request = {
                     "op": "commit",
@@ -157,7 +159,7 @@ class Registration:
                 }
                 is_asked = True
                 try:
-                    return int(self.connection.ask(request, state)["version"])
+                    return int(self._ask(request, state)["version"])
                 except NoAnswer:
                     raise
                 except TpspanError:
@@ -198,15 +200,13 @@ class Registration:
         """Remove the name, unless somebody has, or publishes under it now."""
         with self._lock, contextlib.suppress(UnknownNameError, NameTakenError):
             request = {"op": "remove", "name": self.name, "force": False}
-            self._again(lambda: self.connection.ask(request))
+            self._again(lambda: self._ask(request))
 
     def make_room(self) -> None:
         """Let the keeper forget all versions but the newest one."""
         if self._group.leads and self.version:
             with self._lock:
-                self._again(
-                    lambda: self.connection.ask({"op": "trim", "name": self.name, "keep": 1})
-                )
+                self._again(lambda: self._ask({"op": "trim", "name": self.name, "keep": 1}))
 
     def close(self) -> None:
         """Leave; the versions stay with the keeper. Idempotent."""
@@ -235,7 +235,7 @@ class Registration:
             "publisher": self._publisher,
         }
         try:
-            return self.connection.ask(request, self.layout.encode())
+            return self._ask(request, self.layout.encode())
         except LayoutDiffers as differs:
             there = PublishedLayout.decode(differs.layout)
             found = there.differences(self.layout.entries)
@@ -261,8 +261,12 @@ class Registration:
             "blocks": [name for name, _ in named.values()],
             "sizes": [block.nbytes for _, block in named.values()],
         }
-        with self.connection.request(request, b"", len(named), exported()):
+        with self.connection.request(request, b"", len(named), exported(), number=self._number):
             pass
+
+    def _ask(self, message: dict[str, Any], data: bytes = b"") -> dict[str, Any]:
+        """Ask on the connection that was last claimed on, or is being claimed on."""
+        return self.connection.ask(message, data, number=self._number)
 
     def _seed(self) -> dict[str, Any] | None:
         """Bring everything to a keeper that does not know it.
@@ -273,7 +277,7 @@ class Registration:
         self.connection.open()
         if self.connection.number == self._seeded:
             return None
-        number = self.connection.number
+        self._number = number = self.connection.number
         there: dict[str, Any] = {"version": 0, "token": ""}
         if self._group.leads:
             there = self._claimed()
@@ -291,7 +295,7 @@ class Registration:
             deadline = time.monotonic() + _OTHERS_S
             while True:
                 try:
-                    self.connection.ask({**request, "version": self.version}, self._state)
+                    self._ask({**request, "version": self.version}, self._state)
                     break
                 except MissingBlocks:  # those of other ranks, which are on their way
                     if time.monotonic() > deadline:
