@@ -431,6 +431,25 @@ def test_update_to_the_number_that_is_mapped_flips_if_the_name_was_published_ane
     p.close(remove=True)
 
 
+def test_a_callback_hears_of_a_version_that_comes_while_it_begins_to_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[int] = []
+    p = tpspan.publish(tensors(1, num_blocks=1), "x", block_nbytes=PAGE)
+    a = tpspan.attach("x")
+    say = a._listening.say
+
+    def say_after_a_commit(message: dict[str, Any]) -> None:
+        p.commit()
+        say(message)
+
+    monkeypatch.setattr(a._listening, "say", say_after_a_commit)
+    a.on_version(heard.append)
+    wait_until(lambda: heard == [2])
+    a.close()
+    p.close(remove=True)
+
+
 def test_a_reader_that_sees_only_the_last_of_the_news_sees_that_the_name_was_removed() -> None:
     """It was removed and published anew, with the number that is mapped, before it looks."""
     given = tensors(1, num_blocks=1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import multiprocessing
 import os
 import random
 import signal
@@ -30,7 +32,7 @@ from sharing_processes import (
 )
 from tpspan.errors import PublicationMismatch, UnknownNameError
 from tpspan.sharing.client import ask_once
-from tpspan.sharing.place import find_place
+from tpspan.sharing.place import VARIABLE, find_place
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +214,6 @@ def test_keepers_are_killed_while_versions_are_made_and_read() -> None:
 
 
 def test_everything_is_killed_and_nothing_is_left(keeper: str) -> None:
-    before = _memory_of_files()
     for _ in range(2):
         actors = [Actor() for _ in range(3)]
         actors[0].do("publish", "x", 1, num_blocks=8)
@@ -222,7 +223,7 @@ def test_everything_is_killed_and_nothing_is_left(keeper: str) -> None:
         for each in actors:
             each.kill()
     assert listing() in (None, [])
-    wait_until(lambda: _memory_of_files() - before < 8 * PAGE)
+    assert_nothing_is_held(keeper)
     assert_only_locks_are_left(keeper)
 
 
@@ -234,10 +235,31 @@ def assert_only_locks_are_left(keeper: str) -> None:
     wait_until(lambda: set(os.listdir(keeper)) <= {"log", "start"})
 
 
-def _memory_of_files() -> int:
-    """Bytes of all shared memory of this machine."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Shmem:"))
+def assert_nothing_is_held(keeper: str) -> None:
+    """No process that was started for a test lives on, and none holds memory of it; every block is
+    a file, and has gone with the last process that held it. Others on this machine are left out."""
+    wait_until(lambda: not list(_keepers(keeper)))
+    assert multiprocessing.active_children() == []
+    assert _blocks() == []
+
+
+def _keepers(directory: str) -> Iterator[int]:
+    """Keepers of a directory, whether or not they can be reached."""
+    for found in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{VARIABLE}={directory}".encode() in found.read_bytes().split(b"\0"):
+                yield int(found.parent.name)
+
+
+def _blocks() -> list[str]:
+    """The blocks that this process has open or mapped."""
+    gc.collect()
+    found = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line]
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "memfd" in os.readlink(each):
+                found.append(str(each))
+    return found
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(600, marks=pytest.mark.slow)])
@@ -248,7 +270,6 @@ def test_anything_at_any_time(keeper: str, seconds: int) -> None:
     num_actors = 5 if seconds < 60 else 12
     names = ["a", "b", "c"]
     end = time.monotonic() + seconds
-    memory = _memory_of_files()
     actors: list[Actor] = []
     counts: dict[str, int] = {}
 
@@ -284,7 +305,7 @@ def test_anything_at_any_time(keeper: str, seconds: int) -> None:
     assert counts["update_one"] > 20
     assert counts["commit_one"] > 10
     assert_only_locks_are_left(keeper)
-    wait_until(lambda: _memory_of_files() - memory < 8 * PAGE)
+    assert_nothing_is_held(keeper)
 
 
 def test_what_is_left_of_a_publisher_that_never_committed() -> None:

@@ -268,7 +268,10 @@ class Attached(Mapping[str, torch.Tensor]):
             if self._listener is not None:
                 raise ValueError("there is a callback already")
             self._listener = threading.Thread(
-                target=self._listen, args=(callback,), name="tpspan-attached", daemon=True
+                target=self._listen,
+                args=(callback, self._token),
+                name="tpspan-attached",
+                daemon=True,
             )
             self._listener.start()
 
@@ -385,9 +388,9 @@ class Attached(Mapping[str, torch.Tensor]):
             undo.pop_all()
         return fetched
 
-    def _listen(self, callback: Callable[[int], object]) -> None:
+    def _listen(self, callback: Callable[[int], object], last: str) -> None:
         """Hear of versions on a connection of this thread's own: the other one is its user's."""
-        connection, number, last = self._listening, 0, self._token
+        connection, number = self._listening, 0
         while not self._is_closed:
             try:
                 connection.open()
@@ -395,7 +398,8 @@ class Attached(Mapping[str, torch.Tensor]):
                     connection.say({"op": "watches", "name": self.name})
                     fetch(connection, self.name, self._importer.choose, places=())
                     number = connection.number
-                connection.wait(3600.0)
+                else:
+                    connection.wait(3600.0)
             except Lost:
                 continue
             except (TpspanError, OSError):  # closed; or no name, keeper or descriptor now
