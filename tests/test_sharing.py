@@ -502,7 +502,7 @@ def test_a_captured_graph_reads_the_version_that_is_mapped() -> None:
 
 @ON_EACH_DEVICE
 def test_flips_show_no_torn_version(device: str) -> None:
-    flips = _flips(device, 200)
+    flips = _flips(device, 500)
     assert flips > 20
 
 
