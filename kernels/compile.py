@@ -55,10 +55,9 @@ _loaded: dict[tuple[str, int], DeviceKernel] = {}
 _CACHE = DiskCache("ptx", 1, "TPSPAN_KERNEL_CACHE")
 _COMPILERS = ("numba", "numba-cuda")
 _MOST_ARGUMENTS = 16
-# Of a block of a kernel that would take more registers than so many threads can have.
-_MOST_THREADS = {
-    name: 512 for name, (module, _) in _BODIES.items() if module == "tpspan.kernels.device_fused"
-}
+BOUND_THREADS = 512
+"""Of a block of those kernels that would take more registers than so many threads can have."""
+_BOUND = {name for name, (module, _) in _BODIES.items() if module == "tpspan.kernels.device_fused"}
 _contexts: dict[int, Any] = {}
 _lock = threading.Lock()
 
@@ -78,7 +77,7 @@ def compile_ptx(name: str, compute_capability: tuple[int, int]) -> tuple[str, st
     ptx, _ = cuda.compile_ptx(body, signature, cc=compute_capability, device=False, abi="numba")
     entry = re.search(r"\.entry\s+([\w$]+)\s*\([^)]*\)", ptx)
     assert entry is not None, "numba's PTX has no entry"
-    bound = f"\n.maxntid {_MOST_THREADS[name]}, 1, 1" if name in _MOST_THREADS else ""
+    bound = f"\n.maxntid {BOUND_THREADS}, 1, 1" if name in _BOUND else ""
     return ptx[: entry.end()] + bound + ptx[entry.end() :], entry.group(1)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tpspan.kernels.compile import kernel
+from tpspan.kernels.compile import BOUND_THREADS, kernel
 
 # A call of one round, and one of more. All blocks must run at the same time, so there are no more
 # than a GPU has multiprocessors. These more than saturate the link: they also stage and add.
@@ -22,7 +22,7 @@ ROUND_NBYTES = 64 << 10
 _MOST_BLOCKS = max(FUSED_BLOCKS, ROUNDS_BLOCKS)
 _SLOT_NBYTES = max(ONE_ROUND_NBYTES, ROUND_NBYTES)
 _NUM_SLOTS = 4  # of a block, as the kernels count them
-_NUM_THREADS = 512
+_NUM_THREADS = BOUND_THREADS
 _SMALLEST_CHUNK_NBYTES = 1024
 _VECTOR_NBYTES = 16
 _SUMS = {"float32": "fused_sum_f32", "bfloat16": "fused_sum_bf16", "float16": "fused_sum_f16"}
@@ -86,7 +86,7 @@ def fused_region_nbytes() -> int:
 
 def fused_gather(place: FusedPlace, target: int, source: int, nbytes: int, stream: int) -> None:
     """Gather ``nbytes`` of every rank, one after another; the input may lie at its place."""
-    num_blocks, *arguments = _gather_arguments(place, target, source, nbytes)
+    num_blocks, *arguments = _arguments(place, target, source, nbytes)
     kernel("fused_gather", place.device)(stream, num_blocks, _NUM_THREADS, *arguments)
 
 
@@ -94,7 +94,7 @@ def plan_fused_gather(
     place: FusedPlace, target: int, source: int, nbytes: int
 ) -> Callable[[int], None]:
     """The same call, to be made many times on a stream."""
-    num_blocks, *arguments = _gather_arguments(place, target, source, nbytes)
+    num_blocks, *arguments = _arguments(place, target, source, nbytes)
     return kernel("fused_gather", place.device).bind(num_blocks, _NUM_THREADS, *arguments)
 
 
@@ -115,7 +115,7 @@ def fused_sum(
         nbytes: a multiple of 16.
         divisor: 1 for a sum, ``world_size`` for the mean.
     """
-    num_blocks, *arguments = _sum_arguments(place, target, source, nbytes, divisor)
+    num_blocks, *arguments = _arguments(place, target, source, nbytes, divisor)
     kernel(_SUMS[dtype], place.device)(stream, num_blocks, _NUM_THREADS, *arguments)
 
 
@@ -123,37 +123,14 @@ def plan_fused_sum(
     place: FusedPlace, dtype: str, target: int, source: int, nbytes: int, divisor: int
 ) -> Callable[[int], None]:
     """The same call, to be made many times on a stream."""
-    num_blocks, *arguments = _sum_arguments(place, target, source, nbytes, divisor)
+    num_blocks, *arguments = _arguments(place, target, source, nbytes, divisor)
     return kernel(_SUMS[dtype], place.device).bind(num_blocks, _NUM_THREADS, *arguments)
 
 
-def _gather_arguments(place: FusedPlace, target: int, source: int, nbytes: int) -> tuple[int, ...]:
-    """The number of blocks and what the kernel takes."""
-    shape = _shape(place, nbytes)
-    return (
-        shape.num_blocks,
-        target,
-        source,
-        nbytes,
-        shape.chunk_nbytes,
-        shape.num_rounds,
-        place.staging,
-        place.region_nbytes,
-        _SLOT_NBYTES,
-        place.base,
-        place.page_nbytes,
-        place.rank,
-        place.world_size,
-        place.epochs,
-        place.status,
-        place.timeout_ns,
-    )
-
-
-def _sum_arguments(
-    place: FusedPlace, target: int, source: int, nbytes: int, divisor: int
+def _arguments(
+    place: FusedPlace, target: int, source: int, nbytes: int, *more: int
 ) -> tuple[int, ...]:
-    """The number of blocks and what the kernel takes."""
+    """The number of blocks, and what the kernel takes; a sum takes one argument more."""
     shape = _shape(place, nbytes)
     return (
         shape.num_blocks,
@@ -169,7 +146,7 @@ def _sum_arguments(
         place.page_nbytes,
         place.rank,
         place.world_size,
-        divisor,
+        *more,
         place.epochs,
         place.status,
         place.timeout_ns,

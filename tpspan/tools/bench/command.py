@@ -254,8 +254,6 @@ def _add_pipeline(bench: argparse.ArgumentParser) -> None:
         help="width and sequence of the transformers; default 64x8 to 256x128, on CUDA 128x128 to "
         "2048x1024",
     )
-    add("--hidden", type=_positive, metavar="N", help="of one model, instead of --models")
-    add("--seq", type=_positive, metavar="N", help="the same")
     add(
         "--steps",
         type=_positive,

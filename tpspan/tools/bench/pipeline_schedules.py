@@ -46,7 +46,6 @@ _MODELS = {  # hidden x sequence
     "host": ((64, 8), (64, 32), (128, 32), (128, 128), (256, 128)),
     "cuda": ((128, 128), (512, 512), (2048, 1024)),
 }
-_HIDDEN = _SEQ = 128
 _FEWEST_STEPS, _MOST_STEPS, _STEPS_S = 20, 100, 20.0
 _WATCHED_STEPS = 3
 _WATCHED_RUNS = 3
@@ -146,13 +145,9 @@ def run(world: World, options: argparse.Namespace, command_line: str) -> None:
 
 
 def models(options: argparse.Namespace, backend: str) -> tuple[tuple[int, int], ...]:
-    """Hidden and sequence of every model: those asked for, the one asked for, or some sizes."""
-    if options.models:
-        chosen: tuple[tuple[int, int], ...] = options.models
-        return chosen
-    if options.hidden or options.seq:
-        return ((options.hidden or _HIDDEN, options.seq or _SEQ),)
-    return _MODELS[backend]
+    """Hidden and sequence of every model: those asked for, or some sizes."""
+    chosen: tuple[tuple[int, int], ...] = options.models or _MODELS[backend]
+    return chosen
 
 
 def _measure(
