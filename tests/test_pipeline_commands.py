@@ -65,7 +65,7 @@ def test_the_example_generates_and_trains(tmp_path: Path) -> None:
 @MPIRUN
 def test_the_bench_trains_under_schedules(tmp_path: Path) -> None:
     path = tmp_path / "schedules.json"
-    sizes = {"layers": 2, "hidden": 64, "seq": 8, "microbatches": 4, "steps": 2}
+    sizes = {"models": "64x8", "layers": 2, "microbatches": 4, "steps": 2}
     command = [sys.executable, "-m", "tpspan.tools.cli", "bench", "pipeline", "--backend", "host"]
     command += ["--ranks", "2", "--schedules", "1f1b", "--json", str(path)]
     command += [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
