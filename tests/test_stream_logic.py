@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from harness import Ranks
 
 pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
+
+from tpspan.kernels.board import LINE_NBYTES, counter_address, num_slots
+from tpspan.spans.stream_words import StreamWords
 
 HERE = pytest.mark.ranks(2, 3, 4, backends=("host",), launchers=("mpirun",))
 
@@ -38,3 +43,22 @@ def test_a_post_that_never_comes_is_missed(ranks: Ranks) -> None:
 @HERE
 def test_a_stream_that_is_busy_is_left_alone(ranks: Ranks) -> None:
     ranks.run("bodies.stream_logic:busy")
+
+
+def test_words_lie_apart_and_those_of_a_barrier_side_by_side() -> None:
+    size, page_nbytes = 3, 4096
+
+    def counter(slot: int, receiver: int, sender: int) -> int:
+        return counter_address(0, page_nbytes, size, slot, receiver, sender)
+
+    words: StreamWords = object.__new__(StreamWords)
+    vars(words)["_pages"] = SimpleNamespace(counter=counter)
+    ranks, slots = range(size), range(num_slots(page_nbytes, size))
+    pairs = [(slot, r, s) for slot in slots for r in ranks for s in ranks if r != s]
+    places = [words.arrived(slot, rank) for slot in slots for rank in ranks]
+    places += [place(*pair) for pair in pairs for place in (words.posted, words.flag)]
+    assert len(set(places)) == len(places)
+    assert all(0 <= place <= size * page_nbytes - 4 and place % 4 == 0 for place in places)
+    for slot in slots:
+        together = [words.arrived(slot, rank) for rank in ranks]
+        assert max(together) - min(together) < size * LINE_NBYTES <= page_nbytes

@@ -1,9 +1,10 @@
 """The words by which the streams of ranks that share a GPU wait for each other.
 
-For every slot a rank has a word of its own, which says to how many barriers it has come, at the
-beginning of its own line (``tpspan.kernels.board``); each pair of ranks has a flag that is 0 or 1
-and, 8 bytes on, a count of posts, in the page of the rank that waits. What ranks were told of those
-that were late lies beside, in memory that only hosts read.
+For every slot a rank has a word of its own, which says to how many barriers it has come. Those of
+all ranks lie side by side in one page, in lines of rank 0 (``tpspan.kernels.board``), which with
+four ranks takes little more than half the time of words in a page each. Each pair of ranks has a
+flag that is 0 or 1 and a count of posts, in a line of the rank that waits. What ranks were told of
+those that were late lies beside, in memory that only hosts read.
 
 Where all ranks share one GPU the words lie in its memory: a barrier of two takes 7 µs there, and 14
 in host memory. The host cannot look at them directly then, which only a deadline needs:
@@ -25,7 +26,8 @@ from tpspan.memory.cuda import CudaDriver, check
 from tpspan.spans.pages import Pages
 
 FREE, SET = 0, 1
-_COUNT_AT = 8  # beside the flag of the same pair of ranks
+# In a line: the flag, the count of posts, and in those of rank 0 the number of a barrier.
+_COUNT_AT, _ARRIVED_AT = 8, 16
 
 _WORD_NBYTES = 4
 _NUM_STREAMS = 4  # of each priority
@@ -73,7 +75,7 @@ class StreamWords:
 
     def arrived(self, slot: int, rank: int) -> int:
         """Address of the number of the last barrier to which a rank's stream has come."""
-        return self._pages.counter(slot, rank, rank)
+        return self._pages.counter(slot, 0, rank) + _ARRIVED_AT
 
     def posted(self, slot: int, receiver: int, sender: int) -> int:
         """Address of the count of posts of ``sender`` to ``receiver``."""
