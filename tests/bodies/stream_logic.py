@@ -298,9 +298,12 @@ def silent(world: World) -> None:
 
 
 def busy(world: World) -> None:
-    """A stream that is held by something else is left alone, and so is who is behind it."""
-    with played(world, 0.2) as (streams, ops):
-        streams.put(6, lambda: time.sleep(1.0))
+    """Streams that are held by something else are left alone, and so is who comes a little later.
+
+    All are held for longer than the deadline; the first then waits for the others a tenth of it.
+    """
+    with played(world, 1.5) as (streams, ops):
+        streams.put(6, lambda: time.sleep(2.0 + 0.15 * world.rank / (world.world_size - 1)))
         ops.barrier(0, 6)
         streams.synchronize(6)
         assert ops.missing() == ()

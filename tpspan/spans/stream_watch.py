@@ -1,9 +1,11 @@
 """Deadlines for streams that wait for a word, which by themselves would wait for ever.
 
 A thread looks at every stream with such a wait on it. When one has not come any further for the
-time allowed, and the word of another rank is waited for, the thread moves the words itself: the
-stream goes on, and all ranks are told who was missing before any word is moved. Words that were
-moved say nothing true any more, and let the streams of others through that have not waited as long.
+time allowed, and the same word of another rank has been waited for through half of it or more, the
+thread moves the words itself: the stream goes on, and all ranks are told who was missing before any
+word is moved. A stream that was busy that long with something else, and now waits for a rank that
+is a little behind, is not late. Words that were moved say nothing true any more, and let the
+streams of others through that have not waited as long.
 """
 
 from __future__ import annotations
@@ -111,26 +113,30 @@ class StreamWatch:
             while not self._stop.wait(_LOOK_S):
                 with self.lock:
                     queues = tuple(self._queues.values())
-                    late = [queue for queue in queues if queue.stuck_s() > self._timeout_s]
-                for queue in late:
+                    stuck = [queue for queue in queues if queue.stuck_s() > self._timeout_s / 2]
+                for queue in stuck:
                     with contextlib.suppress(TimeoutError):  # the next look tries again
-                        self._release(queue)
+                        self._look_at(queue)
 
-    def _release(self, queue: _Queue) -> None:
-        """Move the words until the stream goes on; note who was missing.
+    def _look_at(self, queue: _Queue) -> None:
+        """Every half of the time allowed, see whom the stream waits for that it waited for then."""
+        if time.monotonic() - queue.seen_s < self._timeout_s / 2:
+            return
+        with self.lock:
+            epochs, captured = dict(self.epochs), set(self.captured)
+            pending = tuple(queue.waits)
+        owed = self._behind(epochs) | self._silent(pending) or self._absent(captured)
+        still = owed & queue.owed
+        queue.owed, queue.seen_s = owed, time.monotonic()
+        if still:
+            self._release(queue, self._corrected({peer for peer, _, _ in still}))
 
-        A stream that is merely busy with something else has no word of ours waiting: it is left
-        alone.
-        """
+    def _release(self, queue: _Queue, missing: set[int]) -> None:
+        """Tell who was missing, and move the words until the stream goes on."""
         words = self._words
+        words.tell(missing)
         with self.lock:
             epochs, captured, waits = dict(self.epochs), set(self.captured), dict(self.waits)
-            pending = tuple(queue.waits)
-        missing = self._behind(epochs) | self._silent(pending) or self._absent(captured)
-        missing = self._corrected(missing)
-        if not missing:
-            return
-        words.tell(missing)
         # Whatever waits behind goes on, too.
         goals = self._barriers(epochs) + self._posts(waits)
         flags = [
@@ -153,17 +159,17 @@ class StreamWatch:
         missed, said = self._words.told()
         return ((missing - said) | missed) - {self._words.rank} or missing
 
-    def _behind(self, epochs: dict[int, int]) -> set[int]:
-        """Who has not come to a barrier to which this rank's stream has; it may be queued only."""
+    def _behind(self, epochs: dict[int, int]) -> set[_Goal]:
+        """What lacks at barriers to which this rank's stream has come; it may be queued only."""
         own = [self._words.arrived(slot, self._words.rank) for slot in epochs]
         here = dict(zip(epochs, self._words.read(own), strict=True))
-        return {peer for peer, _, _ in self._unmet(self._barriers(here))}
+        return set(self._unmet(self._barriers(here)))
 
-    def _silent(self, pending: Sequence[_Wait]) -> set[int]:
-        """Who owes the first post that a stream waits for; it has not come to those behind."""
+    def _silent(self, pending: Sequence[_Wait]) -> set[_Goal]:
+        """The first post that a stream waits for; it has not come to those behind."""
         posted, rank = self._words.posted, self._words.rank
         goals = [(peer, posted(slot, rank, peer), num) for slot, peer, num in pending]
-        return {peer for peer, _, _ in self._unmet(goals)[:1]}
+        return set(self._unmet(goals)[:1])
 
     def _barriers(self, epochs: dict[int, int]) -> list[_Goal]:
         arrived, peers = self._words.arrived, self._words.peers
@@ -179,16 +185,17 @@ class StreamWatch:
         pairs = zip(goals, found, strict=True)
         return [goal for goal, now in pairs if not has_arrived(now, goal[2])]
 
-    def _absent(self, captured: set[int]) -> set[int]:
-        """Who has not moved a flag that a barrier in a graph waits for."""
+    def _absent(self, captured: set[int]) -> set[_Goal]:
+        """The flags that a barrier in a graph waits for."""
         rank, flag = self._words.rank, self._words.flag
         pairs = [(slot, peer) for slot in captured for peer in self._words.peers]
         theirs = self._words.read([flag(slot, rank, peer) for slot, peer in pairs])
         own = self._words.read([flag(slot, peer, rank) for slot, peer in pairs])
-        unset = {pair for pair, value in zip(pairs, theirs, strict=True) if value == FREE}
-        posted = {pair for pair, value in zip(pairs, own, strict=True) if value == SET}
         # A barrier in a graph that holds the stream is one to which this rank has posted.
-        return {peer for _, peer in unset & posted} or {peer for _, peer in posted}
+        posted = [pair for pair, value in zip(pairs, own, strict=True) if value == SET]
+        unset = {pair for pair, value in zip(pairs, theirs, strict=True) if value == FREE}
+        at = [pair for pair in posted if pair in unset] or posted
+        return {(peer, flag(slot, rank, peer), SET) for slot, peer in at}
 
 
 class _Queue:
@@ -197,11 +204,15 @@ class _Queue:
     Attributes:
         last: an event behind the last wait.
         waits: those for posts, in order, as far as the stream may not have come to them.
+        owed, seen_s: what it waited for when that was last looked at, and when that was; none if it
+            has come any further since.
     """
 
     def __init__(self) -> None:
         self.last = _new_event()
         self.waits: deque[_Wait] = deque(maxlen=_QUEUE_LENGTH)
+        self.owed: set[_Goal] = set()
+        self.seen_s = 0.0
         self._marks: deque[Any] = deque()
         self._marked = 0.0
         self._progress = 0.0
@@ -220,7 +231,8 @@ class _Queue:
     def noted(self, mark: Any, wait: _Wait | None) -> None:
         """Note what was recorded. Not before: the event would still stand for what was done."""
         if self._is_idle:
-            self._is_idle, self._progress = False, time.monotonic()
+            self._is_idle = False
+            self._moved()
         if mark is not None:
             self._marks.append(mark)
         if wait is not None:
@@ -233,8 +245,12 @@ class _Queue:
             self.waits.clear()
         while self._marks and _is_done(self._marks[0]):
             check("cuEventDestroy", cu.cuEventDestroy(self._marks.popleft()))
-            self._progress = time.monotonic()
+            self._moved()
         return 0.0 if self._is_idle else time.monotonic() - self._progress
+
+    def _moved(self) -> None:
+        self._progress, self.seen_s = time.monotonic(), 0.0
+        self.owed.clear()
 
     def close(self) -> None:
         """Give the events back."""
