@@ -41,6 +41,11 @@ def test_a_post_that_never_comes_is_missed(ranks: Ranks) -> None:
 
 
 @HERE
+def test_a_full_stream_holds_no_other_and_has_a_deadline(ranks: Ranks) -> None:
+    ranks.run("bodies.stream_logic:full")
+
+
+@HERE
 def test_a_stream_that_is_busy_is_left_alone(ranks: Ranks) -> None:
     ranks.run("bodies.stream_logic:busy")
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from harness import rank_environment
 from tpspan.memory import PAGE_NBYTES, Block, Reservation, Right
@@ -60,6 +61,31 @@ def test_any_dtype_is_the_same_memory(memory: TensorRange, dtype: torch.dtype) -
     assert made.view(torch.uint8).equal(ordinary.view(torch.uint8))
     made.zero_()
     assert raw.sum() == 128 - 4 * dtype.itemsize
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_an_exception_while_tensors_are_made_leaves_none(
+    memory: TensorRange, monkeypatch: pytest.MonkeyPatch, is_taken: bool
+) -> None:
+    """Whether torch had taken over the one that was being made, or not."""
+    num_made = 0
+
+    def broken(capsule: object) -> torch.Tensor:
+        nonlocal num_made
+        num_made += 1
+        if num_made > 1 and not is_taken:
+            raise KeyboardInterrupt
+        made = from_dlpack(capsule)
+        if num_made > 1:
+            del made
+            raise KeyboardInterrupt
+        return made
+
+    monkeypatch.setattr(tensors, "_from_dlpack", broken)
+    parts: list[Part] = [((2,), torch.int32, 8 * number, (1,)) for number in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        memory.tensors(parts, keep=None)
+    assert memory.num_live == 0
 
 
 def test_strides_and_memory_formats(memory: TensorRange) -> None:

@@ -33,10 +33,16 @@ _OWN_STREAMS = 1000
 
 
 class PlayedStreams:
-    """Streams by number; what is put on one is done by its thread, one after the other."""
+    """Streams by number; what is put on one is done by its thread, one after the other.
+
+    Attributes:
+        capturing: whether they are.
+        room: for so many steps on a stream; who puts operations on a full one is held.
+    """
 
     def __init__(self) -> None:
         self.capturing = False
+        self.room = 1 << 20
         self._todo: dict[int, queue.Queue[Callable[[], object] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._done: dict[int, bool] = {}
@@ -58,6 +64,8 @@ class PlayedStreams:
             tuple(words[at : at + 4]) for at in range(0, _NUM_WORDS * num, _NUM_WORDS)
         ]  # as the driver does, before the call returns
         for operation in operations:
+            while stream in self._todo and self._todo[stream].unfinished_tasks >= self.room:
+                time.sleep(_POLL_S)
             self.put(stream, functools.partial(_carry_out, *operation))
         return 0
 
@@ -265,7 +273,9 @@ def late(world: World, victim: int, captured: bool, on_device: bool) -> None:
                 ops.barrier(0, 5)
             streams.capturing = False
             if captured:
-                ops._watch.note(5)  # a replay is not noted: what follows it on the stream is
+                ops._watch._note(
+                    ops._watch.queue(5), None
+                )  # a replay is not noted: what follows it on the stream is
 
         meet(2)
         streams.synchronize(5)
@@ -295,6 +305,30 @@ def silent(world: World) -> None:
             assert ops.missing() == (before,)
         world.control.barrier()
         assert ops.missing() == (0,)  # all were told
+
+
+def full(world: World) -> None:
+    """A thread that is held for room on a stream holds no others, and goes on at the deadline."""
+    with played(world, 0.6, True) as (streams, ops):
+        streams.room = 16
+        if world.rank:
+
+            def meet() -> None:
+                for _ in range(40):
+                    ops.barrier(0, 5)
+
+            start = time.monotonic()
+            thread = threading.Thread(target=meet)
+            thread.start()
+            time.sleep(0.2)
+            ops.post(1, 0, 9)
+            streams.synchronize(9)
+            assert thread.is_alive() and not ops.missing()
+            thread.join()
+            streams.synchronize(5)
+            assert time.monotonic() - start < 8
+            assert ops.missing() == (0,)
+        world.control.barrier()
 
 
 def busy(world: World) -> None:

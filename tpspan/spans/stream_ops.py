@@ -53,8 +53,6 @@ class StreamOps:
         self._driver = driver
         self._words = words
         self._watch = StreamWatch(words, driver, timeout_s)
-        self._num_posts: dict[tuple[int, int], int] = {}
-        self._order = threading.Lock()  # of numbers, and of the operations that carry them
         self._index = driver.device.index
         # The binding converts every operation at every call; here they are kept as the driver
         # wants them.
@@ -77,39 +75,28 @@ class StreamOps:
         batch = self._batches.get((slot, -1, "barrier"))
         if batch is None:
             batch = self._keep((slot, -1, "barrier"), self._barrier(slot))
-        watch = self._watch
-        with self._order:
-            epoch = (watch.epochs.get(slot, 0) + 1) & COUNT_MASK
-            batch.set_values(epoch)
-            self._submit(stream, batch)
-            with watch.lock:
-                watch.epochs[slot] = epoch
-            watch.note(stream)
+        queue = self._watch.queue(stream)
+        with queue.order, batch.order:
+            epoch = self._submit_next(stream, batch)
+            self._watch.note_barrier(queue, slot, epoch)
 
     def post(self, slot: int, peer: int, stream: int) -> None:
         batch = self._batches.get((slot, peer, "post"))
         if batch is None:
             place = self._words.posted(slot, peer, self._words.rank)
             batch = self._keep((slot, peer, "post"), [(_WRITE, place, 0, 0)])
-        with self._order:
-            count = (self._num_posts.get((slot, peer), 0) + 1) & COUNT_MASK
-            batch.set_values(count)
-            self._submit(stream, batch)
-            self._num_posts[slot, peer] = count
+        with batch.order:
+            self._submit_next(stream, batch)
 
     def wait(self, slot: int, peer: int, stream: int) -> None:
         batch = self._batches.get((slot, peer, "wait"))
         if batch is None:
             place = self._words.posted(slot, self._words.rank, peer)
             batch = self._keep((slot, peer, "wait"), [(_WAIT, place, 0, _AT_LEAST)])
-        watch = self._watch
-        with self._order:
-            count = (watch.waits.get((slot, peer), 0) + 1) & COUNT_MASK
-            batch.set_values(count)
-            self._submit(stream, batch)
-            with watch.lock:
-                watch.waits[slot, peer] = count
-            watch.note(stream, (slot, peer, count))
+        queue = self._watch.queue(stream)
+        with queue.order, batch.order:
+            count = self._submit_next(stream, batch)
+            self._watch.note_wait(queue, slot, peer, count)
 
     def missing(self) -> tuple[int, ...]:
         return () if self._words.is_well() else tuple(sorted(self._words.told()[0]))
@@ -140,8 +127,15 @@ class StreamOps:
         return setting + waiting + [(_WRITE, place, FREE, 0) for place in own]
 
     def _keep(self, key: tuple[int, int, str], operations: list[_Operation]) -> _Batch:
-        batch = self._batches[key] = _Batch(operations)
-        return batch
+        return self._batches.setdefault(key, _Batch(operations))
+
+    def _submit_next(self, stream: int, batch: _Batch) -> int:
+        """Put the operations on the stream with their next number, and return it."""
+        number = (batch.number + 1) & COUNT_MASK
+        batch.set_values(number)
+        self._submit(stream, batch)
+        batch.number = number
+        return number
 
     def _submit(self, stream: int, batch: _Batch) -> None:
         # The default stream is that of whatever context is current; other streams have one.
@@ -158,10 +152,14 @@ class _Batch:
 
     Attributes:
         num, address: how many, and where they lie.
+        number: what they carried when they were last put on a stream, if they count.
+        order: held while they get a number and are put on a stream.
     """
 
     def __init__(self, operations: list[_Operation]) -> None:
         self.num = len(operations)
+        self.number = 0
+        self.order = threading.Lock()
         self._words = (ctypes.c_uint64 * (_NUM_WORDS * self.num))()
         self.address = ctypes.addressof(self._words)
         for index, (kind, address, value, flags) in enumerate(operations):

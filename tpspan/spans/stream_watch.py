@@ -28,8 +28,6 @@ _LOOK_S = 0.1
 _MARK_S = 0.5
 _PATIENCE_S = 10.0
 
-_QUEUE_LENGTH = 1024  # launches that the driver keeps for a stream, or fewer
-
 _Wait = tuple[int, int, int]  # a slot, a peer, and for how many of its posts
 _Goal = tuple[int, int, int]  # a peer, the address of a word of its, and what it has to come to
 
@@ -44,7 +42,8 @@ class StreamWatch:
 
     Attributes:
         lock: of what is noted here; never held over a call that puts something on a stream, which
-            waits while the driver's queue is full.
+            waits while the driver's queue is full. Nothing but ``order`` of that stream and of what
+            is put on it is held then: other threads and the watch go on.
         epochs: by slot, the number of the last barrier that was put on a stream.
         captured: the slots with barriers in graphs.
         waits: by (slot, peer), how many posts were waited for.
@@ -56,23 +55,36 @@ class StreamWatch:
         self.captured: set[int] = set()
         self.waits: dict[tuple[int, int], int] = {}
         self._words, self._driver, self._timeout_s = words, driver, timeout_s
-        self._queues: dict[int, _Queue] = {}
+        self._queues: dict[int, Queue] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def note(self, stream: int, wait: _Wait | None = None) -> None:
-        """Say that a wait of ours was put on a stream just now, by one thread at a time.
-
-        Args:
-            wait: for a post; None for a barrier.
-        """
+    def queue(self, stream: int) -> Queue:
+        """The books of a stream, begun at the first call."""
         queue = self._queues.get(stream)
         if queue is None:
             with self._driver.current():
-                queue = _Queue()
-            with self.lock:
-                self._queues[stream] = queue
-        mark = queue.record(stream)
+                made = Queue(stream, self._driver)
+                with self.lock:
+                    queue = self._queues.setdefault(stream, made)
+                if queue is not made:  # another thread's was first
+                    made.close()
+        return queue
+
+    def note_barrier(self, queue: Queue, slot: int, epoch: int) -> None:
+        """Say that a barrier was put on a stream just now; ``queue.order`` is held."""
+        with self.lock:
+            self.epochs[slot] = epoch
+        self._note(queue, None)
+
+    def note_wait(self, queue: Queue, slot: int, peer: int, count: int) -> None:
+        """The same of a wait for a post."""
+        with self.lock:
+            self.waits[slot, peer] = count
+        self._note(queue, (slot, peer, count))
+
+    def _note(self, queue: Queue, wait: _Wait | None) -> None:
+        mark = queue.record()
         with self.lock:
             queue.noted(mark, wait)
         if self._thread is None:
@@ -118,7 +130,7 @@ class StreamWatch:
                     with contextlib.suppress(TimeoutError):  # the next look tries again
                         self._look_at(queue)
 
-    def _look_at(self, queue: _Queue) -> None:
+    def _look_at(self, queue: Queue) -> None:
         """Every half of the time allowed, see whom the stream waits for that it waited for then."""
         if time.monotonic() - queue.seen_s < self._timeout_s / 2:
             return
@@ -127,31 +139,30 @@ class StreamWatch:
             pending = tuple(queue.waits)
         owed = self._behind(epochs) | self._silent(pending) or self._absent(captured)
         still = owed & queue.owed
-        queue.owed, queue.seen_s = owed, time.monotonic()
         if still:
             self._release(queue, self._corrected({peer for peer, _, _ in still}))
+        queue.owed, queue.seen_s = owed, time.monotonic()
 
-    def _release(self, queue: _Queue, missing: set[int]) -> None:
+    def _release(self, queue: Queue, missing: set[int]) -> None:
         """Tell who was missing, and move the words until the stream goes on."""
         words = self._words
         words.tell(missing)
-        with self.lock:
-            epochs, captured, waits = dict(self.epochs), set(self.captured), dict(self.waits)
-        # Whatever waits behind goes on, too.
-        goals = self._barriers(epochs) + self._posts(waits)
-        flags = [
-            flag
-            for slot in captured
-            for peer in words.peers
-            for flag in (
-                (words.flag(slot, words.rank, peer), SET),
-                (words.flag(slot, peer, words.rank), FREE),
-            )
-        ]
         end = time.monotonic() + _PATIENCE_S
         while not _is_done(queue.last) and time.monotonic() < end:
-            # No word goes back: a peer may have come meanwhile, and others wait for it.
-            words.write([(word, goal) for _, word, goal in self._unmet(goals)] + flags)
+            with self.lock:  # what waits behind goes on, too, also if it has come meanwhile
+                epochs, captured, waits = dict(self.epochs), set(self.captured), dict(self.waits)
+            # No word goes back: a peer may have come, and others wait for it.
+            unmet = self._unmet(self._barriers(epochs) + self._posts(waits))
+            flags = [
+                flag
+                for slot in captured
+                for peer in words.peers
+                for flag in (
+                    (words.flag(slot, words.rank, peer), SET),
+                    (words.flag(slot, peer, words.rank), FREE),
+                )
+            ]
+            words.write([(word, goal) for _, word, goal in unmet] + flags)
             time.sleep(0.001)
 
     def _corrected(self, missing: set[int]) -> set[int]:
@@ -166,7 +177,10 @@ class StreamWatch:
         return set(self._unmet(self._barriers(here)))
 
     def _silent(self, pending: Sequence[_Wait]) -> set[_Goal]:
-        """The first post that a stream waits for; it has not come to those behind."""
+        """The first post that a stream waits for; it has not come to those behind.
+
+        It may not have come to this one, if it is busy with something before it.
+        """
         posted, rank = self._words.posted, self._words.rank
         goals = [(peer, posted(slot, rank, peer), num) for slot, peer, num in pending]
         return set(self._unmet(goals)[:1])
@@ -198,34 +212,41 @@ class StreamWatch:
         return {(peer, flag(slot, rank, peer), SET) for slot, peer in at}
 
 
-class _Queue:
+class Queue:
     """How far a stream has come: its last wait, and marks between that show progress.
 
     Attributes:
+        order: held while something is put on the stream and noted.
         last: an event behind the last wait.
         waits: those for posts, in order, as far as the stream may not have come to them.
         owed, seen_s: what it waited for when that was last looked at, and when that was; none if it
             has come any further since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: int, driver: CudaDriver) -> None:
+        self._stream, self._driver = stream, driver
+        self.order = threading.Lock()
         self.last = _new_event()
-        self.waits: deque[_Wait] = deque(maxlen=_QUEUE_LENGTH)
+        self.waits: deque[_Wait] = deque()
         self.owed: set[_Goal] = set()
         self.seen_s = 0.0
-        self._marks: deque[Any] = deque()
+        self._marks: deque[tuple[Any, int]] = deque()  # with the number of waits before it
+        self._num_waits = 0
         self._marked = 0.0
         self._progress = 0.0
         self._is_idle = True
 
-    def record(self, stream: int) -> Any:
+    def record(self) -> Any:
         """Let the event stand behind everything so far; return a mark if one is due, or None."""
-        check("cuEventRecord", cu.cuEventRecord(self.last, stream))
         if time.monotonic() - self._marked <= _MARK_S:
-            return None
+            (code,) = cu.cuEventRecord(self.last, self._stream)
+            if not code:
+                return None  # or another context is current in this thread, or none
+        with self._driver.current():
+            check("cuEventRecord", cu.cuEventRecord(self.last, self._stream))
+            mark = _new_event()
+            check("cuEventRecord", cu.cuEventRecord(mark, self._stream))
         self._marked = time.monotonic()
-        mark = _new_event()
-        check("cuEventRecord", cu.cuEventRecord(mark, stream))
         return mark
 
     def noted(self, mark: Any, wait: _Wait | None) -> None:
@@ -233,18 +254,22 @@ class _Queue:
         if self._is_idle:
             self._is_idle = False
             self._moved()
-        if mark is not None:
-            self._marks.append(mark)
         if wait is not None:
             self.waits.append(wait)
+            self._num_waits += 1
+        if mark is not None:
+            self._marks.append((mark, self._num_waits))
 
     def stuck_s(self) -> float:
         """Seconds since the stream was last seen to have come any further."""
         if _is_done(self.last):
             self._is_idle = True
             self.waits.clear()
-        while self._marks and _is_done(self._marks[0]):
-            check("cuEventDestroy", cu.cuEventDestroy(self._marks.popleft()))
+        while self._marks and _is_done(self._marks[0][0]):
+            mark, num_waits = self._marks.popleft()
+            check("cuEventDestroy", cu.cuEventDestroy(mark))
+            while len(self.waits) > self._num_waits - num_waits:
+                self.waits.popleft()
             self._moved()
         return 0.0 if self._is_idle else time.monotonic() - self._progress
 
@@ -254,7 +279,7 @@ class _Queue:
 
     def close(self) -> None:
         """Give the events back."""
-        for event in (self.last, *self._marks):
+        for event in (self.last, *(mark for mark, _ in self._marks)):
             check("cuEventDestroy", cu.cuEventDestroy(event))
 
 

@@ -183,7 +183,9 @@ class TensorRange:
             for key in keys:
                 made.append(_from_dlpack(_new_capsule(key, b"dltensor", None)))
         except BaseException:
-            for key in keys[len(made) :]:
+            with _lock:  # one that torch had taken over has been dropped
+                left = [key for key in keys[len(made) :] if key in _live]
+            for key in left:
                 _dropped(key)
             raise
         return made
