@@ -113,6 +113,13 @@ def test_a_wait_on_a_stream_has_a_deadline(ranks: Ranks) -> None:
     ranks.run("bodies.streams:late_on_a_stream", victim=ranks.size - 1)
 
 
+@pytest.mark.ranks(2, 4, launchers=("mpirun",), backends=("cuda",))
+@pytest.mark.parametrize("num_kernels", [0, 3])
+def test_a_host_far_ahead_of_a_late_rank_is_told(ranks: Ranks, num_kernels: int) -> None:
+    """Invariant 9, although the driver has no room on the stream."""
+    ranks.run("bodies.streams:far_ahead", victim=ranks.size - 1, num_kernels=num_kernels)
+
+
 @pytest.mark.ranks(2, launchers=("mpirun",), backends=("cuda",))
 def test_a_stray_write_loses_its_writer_and_no_data(ranks: Ranks) -> None:
     """Invariant 12."""

@@ -138,6 +138,30 @@ def late_on_a_stream(world: World, victim: int) -> None:
         span.close(force=True)
 
 
+def far_ahead(world: World, victim: int, num_kernels: int) -> None:
+    """A host that has filled its stream while it waits for a late rank is told at the deadline."""
+    with short_lived(world, 2.0) as inner:
+        span = Span.allocate(inner, (world.world_size, 4), torch.float32)
+        meet(span)
+        if world.rank != victim:
+            values = torch.zeros(16, device=world.device)
+            start = time.monotonic()
+            error: Exception | None = None
+            for _ in range(4000):
+                for _ in range(num_kernels):
+                    values += 1
+                try:
+                    span.barrier()
+                except PeerError as raised:
+                    error = raised
+                    break
+            finish(world)
+            assert 1.9 < time.monotonic() - start < 15
+            assert isinstance(error, PeerError) and error.ranks == (victim,), error
+        world.control.barrier()
+        span.close(force=True)
+
+
 def stray_write(world: World, victim: int) -> int:
     """A kernel writes through a read-only mapping: its process is lost, the data are not."""
     span = striped(world)
