@@ -41,21 +41,44 @@ def document(
     """Everything of one run, ready for JSON. Collective; the same on all ranks but for the time."""
     uuids = {device_uuid(world.device.index)} if world.backend == "cuda" else set()
     gpus = set().union(*world.control.all_gather(uuids))
+    found = origin(command_line, world.device)
+    found["hardware"]["num_gpus_used"] = len(gpus)
     return {
         "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        # Where somebody's files lie is nobody else's business.
-        "command_line": " ".join(word.rsplit("/", 1)[-1] for word in command_line.split(" ")),
+        **found,
         "seconds": round(seconds, 1),
         "backend": world.backend,
         "ranks": world.world_size,
         "launcher": world.launcher,
         "size_bytes": nbytes,
-        "hardware": {**_hardware(world), "num_gpus_used": len(gpus)},
         "ranks_share_gpu": any(world.control.all_gather(world.shares_device)),
-        "versions": _versions(),
         "figures": [dataclasses.asdict(figure) for figure in figures],
         "scaling": None if scaling is None else dataclasses.asdict(scaling),
+    }
+
+
+def origin(command_line: str, device: torch.device) -> dict[str, Any]:
+    """When, by which command, and with what figures were measured; the same of every benchmark."""
+    is_cuda = device.type == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        # Where somebody's files lie is nobody else's business.
+        "command_line": " ".join(word.rsplit("/", 1)[-1] for word in command_line.split(" ")),
+        "hardware": {
+            "cpu": _cpu_model(),
+            "num_cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "kernel": platform.release(),
+            "gpu": torch.cuda.get_device_name(device) if is_cuda else None,
+            "num_gpus_visible": cuda_device_count() if is_cuda else 0,
+            "driver": _driver_version() if is_cuda else None,
+        },
+        "versions": {
+            "tpspan": tpspan.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
     }
 
 
@@ -153,28 +176,6 @@ def _title(found: dict[str, Any]) -> str:
         f"{found['backend']}: {where}, torch {versions['torch']}, {found['date']}\n"
         "Values were checked first. Ranks start together, the slowest counts; medians."
     )
-
-
-def _hardware(world: World) -> dict[str, Any]:
-    is_cuda = world.backend == "cuda"
-    return {
-        "cpu": _cpu_model(),
-        "num_cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
-        "gpu": torch.cuda.get_device_name(world.device) if is_cuda else None,
-        "num_gpus_visible": cuda_device_count() if is_cuda else 0,
-        "driver": _driver_version() if is_cuda else None,
-    }
-
-
-def _versions() -> dict[str, str | None]:
-    return {
-        "tpspan": tpspan.__version__,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-    }
 
 
 def _cpu_model() -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,10 +21,10 @@ from safetensors.torch import save_file
 import tpspan
 from tpspan.memory.cuda import cuda_device_count
 from tpspan.sharing.place import VARIABLE
-from tpspan.tools.bench.report import short, write
+from tpspan.tools.bench.report import origin, short, write
 from tpspan.tools.bench.share_worker import work
 
-SCHEMA = "tpspan-bench-share/1"
+SCHEMA = "tpspan-bench-share/2"
 _DEFAULT_NBYTES = {"cpu": 512 << 20, "cuda": 16 << 30}
 
 
@@ -43,16 +41,11 @@ def run_rank(options: argparse.Namespace, command_line: str) -> int:
             figures = bench.run(workers)
     found = {
         "schema": SCHEMA,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command_line": " ".join(word.rsplit("/", 1)[-1] for word in command_line.split(" ")),
+        **origin(command_line, torch.device(device)),
         "backend": backend,
         "size_bytes": nbytes,
         "num_tensors": options.tensors,
         "num_workers": options.workers,
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        "num_cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "versions": {"tpspan": tpspan.__version__, "torch": torch.__version__},
         "figures": figures,
     }
     _print(found)
@@ -255,7 +248,8 @@ def _own_keeper(folder: str) -> Iterator[None]:
 
 def _print(found: dict[str, Any]) -> None:
     console = rich.console.Console(width=110, color_system=None, highlight=False)
-    where = found["gpu"] or f"{found['num_cores']} cores"
+    hardware = found["hardware"]
+    where = hardware["gpu"] or f"{hardware['cpu']}, {hardware['num_cores']} cores"
     table = rich.table.Table(
         box=rich.box.SIMPLE_HEAD,
         title=f"{found['size_bytes'] / 2**20:,.0f} MiB in {found['num_tensors']} tensors, "
