@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +227,33 @@ def test_rates_are_kept(cache: Path) -> None:
     rates.store({**key, "ranks": "3"}, LOCAL)
     assert rates.load(key) == LINKED
     assert len(list(cache.iterdir())) == 2, "no unfinished file is left"
+
+
+def test_the_first_of_several_decides_for_all(cache: Path) -> None:
+    """Ranks measure at the same time, and each a little differently."""
+    key = {"device": "a"}
+    measured = [dataclasses.replace(LINKED, start_s=1e-6 * rank) for rank in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(8) as ranks:
+        decided = list(ranks.map(lambda mine: rates.store(key, mine), measured))
+    assert len(set(decided)) == 1 and decided[0] in measured
+    assert rates.store(key, LOCAL) == decided[0] == rates.load(key)
+    assert len(list(cache.iterdir())) == 1, "no unfinished file is left"
+
+
+def test_without_links_rates_are_kept_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*names: object) -> None:
+        raise OSError(errno.EPERM, "no links on this file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert rates.store({"device": "a"}, LINKED) == LINKED
+    assert rates.store({"device": "a"}, LOCAL) == LINKED == rates.load({"device": "a"})
+
+
+def test_without_a_cache_rates_are_ones_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rates.CACHE_VARIABLE, "0")
+    assert rates.store({"device": "a"}, LINKED) == LINKED
+    assert rates.store({"device": "a"}, LOCAL) == LOCAL
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize(

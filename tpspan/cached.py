@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,20 @@ class DiskCache:
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def store(self, key: Mapping[str, str], value: Any) -> None:
-        """Store a value under a key, whole or not at all; where that is impossible, do nothing."""
+    def store(
+        self, key: Mapping[str, str], value: Any, *, keep: Callable[[Any], bool] = lambda _: False
+    ) -> Any:
+        """Store a value under a key, whole or not at all; where that is impossible, do nothing.
+
+        Args:
+            keep: whether a value that is there already, perhaps since a moment ago, stays.
+
+        Returns:
+            What is stored now: of several processes that keep what there is, all get the first's.
+        """
         path = self._path(key)
         if path is None:
-            return
+            return value
         text = json.dumps({"schema": self.schema, "key": dict(key), self.kind: value}, indent=1)
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,10 +65,16 @@ class DiskCache:
             try:
                 with os.fdopen(descriptor, "w") as file:
                     file.write(text)
+                with contextlib.suppress(OSError):  # it exists, or there are no links there
+                    os.link(name, path)
+                    return value
+                found = self.load(key)
+                if keep(found):
+                    return found
                 os.replace(name, path)
-            except BaseException:
+            finally:
                 Path(name).unlink(missing_ok=True)
-                raise
+        return value
 
     def _path(self, key: Mapping[str, str]) -> Path | None:
         if os.environ.get(self.variable, "1") == "0":

@@ -1,7 +1,7 @@
 """The rates that ``auto`` decides by: measured once on the machine, then kept in a small file.
 
 There is one file (``tpspan.cached``) for every combination of device, driver, number of ranks and
-dtype; ``TPSPAN_RATES_CACHE=0`` neither reads nor writes it.
+dtype; ``TPSPAN_RATES_CACHE=0`` neither reads nor writes it, and ranks may then decide differently.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,8 +66,7 @@ class KnownRates:
         if stored is None:
             if weight.remote_nbytes < _LEAST_NBYTES or torch.cuda.is_current_stream_capturing():
                 return LINKED
-            stored = measure(weight)
-            store(key, stored)
+            stored = store(key, measure(weight))
         return self._rates.setdefault(weight.dtype, stored)
 
     def set(self, dtype: torch.dtype, rates: Rates) -> None:
@@ -135,18 +135,29 @@ def measure(weight: SharedWeight) -> Rates:
 
 def load(key: dict[str, str]) -> Rates | None:
     """The rates stored under a key, or None if there are none that can be used."""
-    numbers = _CACHE.load(key)
+    return _usable(_CACHE.load(key))
+
+
+def store(key: dict[str, str], rates: Rates) -> Rates:
+    """Store rates under a key, unless there are some; where that is impossible, do nothing.
+
+    Returns:
+        What is stored now. Ranks that measure at the same time so decide by the same rates: one
+        that reads in place while another copies takes longer than either way on both.
+    """
+    found = _CACHE.store(
+        key, dataclasses.asdict(rates), keep=lambda found: _usable(found) is not None
+    )
+    return _usable(found) or rates
+
+
+def _usable(numbers: Any) -> Rates | None:
     try:
         if not all(math.isfinite(number) for number in numbers.values()):
             return None
         return Rates(**numbers)
     except (ValueError, TypeError, AttributeError):
         return None
-
-
-def store(key: dict[str, str], rates: Rates) -> None:
-    """Store rates under a key, whole or not at all; where that is impossible, do nothing."""
-    _CACHE.store(key, dataclasses.asdict(rates))
 
 
 def _driver_version() -> str:
