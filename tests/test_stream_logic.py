@@ -31,7 +31,7 @@ def test_a_wait_takes_one_post(ranks: Ranks) -> None:
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_late_rank_is_named_by_all_others(ranks: Ranks, captured: bool, on_device: bool) -> None:
-    for victim in range(ranks.size):
+    for victim in (0, ranks.size - 1):
         ranks.run("bodies.stream_logic:late", victim=victim, captured=captured, on_device=on_device)
 
 
