@@ -33,6 +33,7 @@ from sharing_processes import (
 from tpspan.errors import PublicationMismatch, UnknownNameError
 from tpspan.sharing.client import ask_once
 from tpspan.sharing.place import VARIABLE, find_place
+from tpspan.sharing.starting import keeper_command
 
 
 @pytest.fixture(autouse=True)
@@ -244,11 +245,18 @@ def assert_nothing_is_held(keeper: str) -> None:
 
 
 def _keepers(directory: str) -> Iterator[int]:
-    """Keepers of a directory, whether or not they can be reached."""
-    for found in Path("/proc").glob("[0-9]*/environ"):
+    """Keepers of a directory, whether or not they can be reached.
+
+    Other processes were started with the same environment, such as Python's own helpers.
+    """
+    command = "\0".join(keeper_command()).encode()
+    for found in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{VARIABLE}={directory}".encode() in found.read_bytes().split(b"\0"):
-                yield int(found.parent.name)
+            variables = (found / "environ").read_bytes().split(b"\0")
+            if f"{VARIABLE}={directory}".encode() not in variables:
+                continue
+            if (found / "cmdline").read_bytes().startswith(command):
+                yield int(found.name)
 
 
 def _blocks() -> list[str]:
@@ -271,7 +279,10 @@ def test_anything_at_any_time(keeper: str, seconds: int) -> None:
     names = ["a", "b", "c"]
     end = time.monotonic() + seconds
     actors: list[Actor] = []
-    counts: dict[str, int] = {}
+    counts = dict.fromkeys(("update_one", "commit_one"), 0)
+
+    def has_seen_enough() -> bool:
+        return counts["update_one"] > 20 and counts["commit_one"] > 10
 
     def begin() -> None:
         actor = Actor()
@@ -279,7 +290,8 @@ def test_anything_at_any_time(keeper: str, seconds: int) -> None:
         actor.tell("roam", dice.random(), dice.uniform(0.5, 4.0), names, "cpu")
         actors.append(actor)
 
-    while time.monotonic() < end:
+    # Actors that are killed say nothing of what they did, and a busy machine takes longer.
+    while time.monotonic() < end or not has_seen_enough() and time.monotonic() < end + 100:
         while len(actors) < num_actors:
             begin()
         time.sleep(0.05)
@@ -302,8 +314,7 @@ def test_anything_at_any_time(keeper: str, seconds: int) -> None:
         actor.kill()
     for each in listing() or ():
         tpspan.remove(str(each["name"]), force=True)
-    assert counts["update_one"] > 20
-    assert counts["commit_one"] > 10
+    assert has_seen_enough(), counts
     assert_only_locks_are_left(keeper)
     assert_nothing_is_held(keeper)
 
