@@ -146,6 +146,7 @@ def test_the_bench_checks_and_measures(tmp_path: Path, capfd: pytest.CaptureFixt
     names = [figure["name"] for figure in found["figures"]]
     assert "tpspan.attach" in names
     assert len(names) == 11
+    assert found["hardware"]["cpu"] and found["versions"]["python"]
     by_name = {figure["name"]: figure for figure in found["figures"]}
     assert by_name["new version, one hundredth changed"]["bytes"] == 2 << 20
     assert "times tpspan.attach" in capfd.readouterr().out

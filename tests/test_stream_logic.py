@@ -31,8 +31,18 @@ def test_a_wait_takes_one_post(ranks: Ranks) -> None:
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_late_rank_is_named_by_all_others(ranks: Ranks, captured: bool, on_device: bool) -> None:
-    for victim in (0, ranks.size - 1):
+    for victim in range(ranks.size):
         ranks.run("bodies.stream_logic:late", victim=victim, captured=captured, on_device=on_device)
+
+
+@HERE
+def test_only_waits_that_a_stream_may_not_have_come_to_are_kept(ranks: Ranks) -> None:
+    ranks.run("bodies.stream_logic:books")
+
+
+@HERE
+def test_any_thread_may_launch(ranks: Ranks) -> None:
+    ranks.run("bodies.stream_logic:fresh_thread")
 
 
 @HERE

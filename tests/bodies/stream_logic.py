@@ -38,11 +38,13 @@ class PlayedStreams:
     Attributes:
         capturing: whether they are.
         room: for so many steps on a stream; who puts operations on a full one is held.
+        contexts: of the threads that have one, if only those may record an event.
     """
 
     def __init__(self) -> None:
         self.capturing = False
         self.room = 1 << 20
+        self.contexts: set[int] | None = None
         self._todo: dict[int, queue.Queue[Callable[[], object] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._done: dict[int, bool] = {}
@@ -86,7 +88,22 @@ class PlayedStreams:
         self._done[self._num_events] = True
         return 0, self._num_events
 
-    def record(self, event: int, stream: int) -> tuple[int]:
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """The driver's context, in this thread."""
+        thread, contexts = threading.get_ident(), self.contexts
+        if contexts is None or thread in contexts:
+            yield
+            return
+        contexts.add(thread)
+        try:
+            yield
+        finally:
+            contexts.discard(thread)
+
+    def record(self, event: int, stream: int) -> tuple[Any]:
+        if self.contexts is not None and threading.get_ident() not in self.contexts:
+            return (cu.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         self._done[event] = False
         self._num_marks += 1
         latest = self._marks[event] = self._num_marks
@@ -155,7 +172,7 @@ def played(
     ctypes.memset(pages.address_of(inner.rank), 0, pages.page_nbytes)
     driver: Any = SimpleNamespace(
         device=SimpleNamespace(index=0),
-        current=contextlib.nullcontext,
+        current=streams.current,
         is_capturing=lambda stream: streams.capturing,
     )
     names = ("CUresult", "CUevent_flags", "CUstreamCaptureMode", "CUstream_flags")
@@ -257,6 +274,50 @@ def posts(world: World) -> None:
         world.control.barrier()
 
 
+def books(world: World) -> None:
+    """What is kept of waits does not grow on a stream that never comes to rest."""
+    with played(world, 20.0) as (streams, ops), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_watch, "_MARK_S", 0.0)
+        after, before = ((world.rank + k) % world.world_size for k in (1, -1))
+        for _ in range(20):
+            ops.post(1, after, 3)
+            ops.wait(1, before, 4)
+        ops.wait(1, before, 4)
+        waits = ops._watch.queue(4).waits
+        end = time.monotonic() + 10
+        while len(waits) > 1 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert list(waits) == [(1, before, 21)]
+        world.control.barrier()
+        ops.post(1, after, 3)
+        streams.synchronize(4)
+
+
+def fresh_thread(world: World) -> None:
+    """A thread without a context of the driver launches as others do, and is watched."""
+    with played(world, 0.4) as (streams, ops):
+        ops.barrier(0, 5)
+        streams.synchronize(5)
+        world.control.barrier()
+        streams.contexts = set()
+        failed: list[BaseException] = []
+
+        def launch() -> None:
+            try:
+                ops.barrier(0, 5)
+            except BaseException as error:
+                failed.append(error)
+
+        if world.rank:
+            thread = threading.Thread(target=launch)
+            thread.start()
+            thread.join()
+            assert not failed, failed
+            streams.synchronize(5)
+            assert ops.missing() == (0,)
+        world.control.barrier()
+
+
 def late(world: World, victim: int, captured: bool, on_device: bool) -> None:
     """Everybody names the rank that did not come, whoever's deadline passes first.
 
@@ -273,9 +334,8 @@ def late(world: World, victim: int, captured: bool, on_device: bool) -> None:
                 ops.barrier(0, 5)
             streams.capturing = False
             if captured:
-                ops._watch._note(
-                    ops._watch.queue(5), None
-                )  # a replay is not noted: what follows it on the stream is
+                # A replay is not noted: what follows it on the stream is.
+                ops._watch._note(ops._watch.queue(5), None)
 
         meet(2)
         streams.synchronize(5)

@@ -208,8 +208,10 @@ class StreamWatch:
         # A barrier in a graph that holds the stream is one to which this rank has posted.
         posted = [pair for pair, value in zip(pairs, own, strict=True) if value == SET]
         unset = {pair for pair, value in zip(pairs, theirs, strict=True) if value == FREE}
-        at = [pair for pair in posted if pair in unset] or posted
-        return {(peer, flag(slot, rank, peer), SET) for slot, peer in at}
+        waiting = {
+            (peer, flag(slot, rank, peer), SET) for slot, peer in posted if (slot, peer) in unset
+        }
+        return waiting or {(peer, flag(slot, peer, rank), FREE) for slot, peer in posted}
 
 
 class Queue:
