@@ -54,8 +54,12 @@ def played(*, through_host: bool, captured: bool) -> Iterator[None]:
         _cuda_getCurrentRawStream=lambda index: 0,
     )
     stream = SimpleNamespace(
-        synchronize=lambda: None, wait_stream=lambda other: None, cuda_stream=0
+        synchronize=lambda: None,
+        wait_stream=lambda other: None,
+        wait_event=lambda event: None,
+        cuda_stream=0,
     )
+    event = SimpleNamespace(record=lambda stream: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "HostGroup", engine)
         patch.setattr(cuda_group, "_C", asked)
@@ -68,9 +72,9 @@ def played(*, through_host: bool, captured: bool) -> Iterator[None]:
         patch.setattr(buffers, "_SMALLEST_NBYTES", 2 << 20)
         patch.setattr(buffers, "_LARGEST_NBYTES", 2 << 20)
         patch.setattr(cuda_group, "LARGE_NBYTES", 32 << 10)
-        patch.setattr(ahead, "_SMALLEST_NBYTES", 16 << 10)
-        patch.setattr(ahead, "_LARGEST_NBYTES", 64 << 10)
+        patch.setattr(ahead, "_FIRST_NBYTES", 8 << 10)
         patch.setattr(torch.cuda, "Stream", lambda device: stream)
+        patch.setattr(torch.cuda, "Event", lambda: event)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "current_stream", lambda *device: stream)
         patch.setattr(torch.cuda, "synchronize", lambda *device: None)

@@ -6,7 +6,9 @@ peers'.
 
 Why no byte is overwritten while it is read (invariant 6). Steps outside a graph use buffers 0 and 1
 in turn. A rank writes a buffer again two steps later, behind the barrier of the step between, which
-a peer's stream reaches only after its reads of the first: so one barrier a step is enough.
+a peer's stream reaches only after its reads of the first: so one barrier a step is enough. Large
+calls put their parts into halves of the two, see ``StagedAhead``; like any step they leave only the
+buffer that was used last to be read still.
 
 Graphs. A captured step cannot take turns: its buffer is frozen, and the graph may be replayed with
 nothing in between. It uses buffer 2, which no other step writes, and a second barrier behind its
@@ -71,15 +73,25 @@ class Buffers:
 
     def stage(self, source: int, nbytes: int, stream: int) -> int:
         """Take the next buffer and write this rank's bytes; return the address of rank 0's."""
-        buffer = _CAPTURED
-        if not self.capturing:
-            buffer = self._turn = 1 - self._turn
-        first = self._range.address + buffer * self.nbytes
-        self.copy(self.staged(first, self.rank), source, nbytes, stream)
+        first = self.take()
+        self.fill(first, source, nbytes, stream)
         return first
 
+    def take(self, half: int = 0) -> int:
+        """The address of rank 0's next buffer; with ``half=1`` of the second half of the last."""
+        buffer = _CAPTURED
+        if not self.capturing:
+            if not half:
+                self._turn = 1 - self._turn
+            buffer = self._turn
+        return self._range.address + buffer * self.nbytes + half * (self.nbytes // 2)
+
+    def fill(self, first: int, source: int, nbytes: int, stream: int) -> None:
+        """Write this rank's bytes in the step for which ``take`` returned ``first``."""
+        self.copy(self.staged(first, self.rank), source, nbytes, stream)
+
     def staged(self, first: int, rank: int) -> int:
-        """Where a rank's bytes are in the step for which ``stage`` returned ``first``."""
+        """Where a rank's bytes are in the step for which ``take`` returned ``first``."""
         return first + rank * self.region_nbytes
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:

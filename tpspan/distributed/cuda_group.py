@@ -7,7 +7,8 @@ before. ``async_op`` runs on a side stream that first waits for the current one;
 makes the current stream wait for it.
 
 Who reads in which order: the right neighbour first, then on around. Where every rank has a GPU,
-gathers and most sums are one launch (``Fused``); where ranks share one, small calls go through host
+gathers and most sums are one launch (``Fused``), and large calls are made in parts, each staged
+while the one before is read (``StagedAhead``); where ranks share one, small calls go through host
 memory by copy engines (``Buffers``). Otherwise pieces are pulled by one kernel, or, if they are
 large and ranks share a GPU, by the copy engine, and no kernel waits for another rank: how a stream
 waits is the affair of ``tpspan.spans.signals``.
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from tpspan.distributed import counts
-from tpspan.distributed.ahead import LARGE_NBYTES, StagedAhead, part_nbytes
+from tpspan.distributed.ahead import LARGE_NBYTES, StagedAhead
 from tpspan.distributed.buffers import Buffers
 from tpspan.distributed.cuda_reduce import at_root, one_shot, reduce_over, two_shot
 from tpspan.distributed.fused import Fused
@@ -150,8 +151,9 @@ class CudaGroup:
             return
         own = target + self.rank * nbytes
         buffers = self._buffers_for(nbytes * size)
-        if self._ahead is not None and nbytes >= LARGE_NBYTES and not buffers.capturing:
-            self._gather_ahead(self._ahead, target, source, nbytes)
+        ahead = self._ahead_for(nbytes)
+        if ahead is not None:
+            self._gather_ahead(ahead, target, source, nbytes)
             return
         is_large = self.world.shares_device and nbytes >= _ENGINE_NBYTES
         by_engine = buffers.on_host or is_large
@@ -228,33 +230,32 @@ class CudaGroup:
             at_root(buffers, whole, target, rank * nbytes, nbytes, reduction, stream)
             counts.count("reduce_scatter: at the root")
             return
-        is_ahead = whole.nbytes >= LARGE_NBYTES and not buffers.capturing
-        ahead = self._ahead if is_ahead else None
-        buffers.fit(whole.nbytes if ahead is None else part_nbytes(whole.nbytes))
-        most = buffers.nbytes if ahead is None else min(part_nbytes(whole.nbytes), buffers.nbytes)
-        slot = most // size // _ALIGNMENT * _ALIGNMENT
 
-        def stage(at: int, part: int, stream: int) -> int:
-            first = buffers.stage(0, 0, stream)
+        def slot(part: int) -> int:
+            """From one rank's piece of a part to the next rank's."""
+            return -(-part // _ALIGNMENT) * _ALIGNMENT
+
+        def stage(first: int, at: int, part: int, stream: int) -> None:
             mine = buffers.staged(first, rank)
-            self._pull(mine, slot, source + at, nbytes, part, size - 1, stream)
-            return first
+            self._pull(mine, slot(part), source + at, nbytes, part, size - 1, stream)
 
-        def use(first: int, at: int, part: int) -> None:
+        def use(first: int, at: int, part: int, stream: int) -> None:
             own = source + rank * nbytes + at
             numel = part // output.element_size()
-            slices, pair = first + rank * slot, (output, whole)
+            slices, pair = first + rank * slot(part), (output, whole)
             reduce_over(buffers, target + at, 0, slices, own, numel, reduction, stream, pair)
 
-        parts = buffers.parts(nbytes, slot)
+        ahead = self._ahead_for(whole.nbytes)
         if ahead is not None:
-            ahead.run(parts, stage, use)
+            ahead.run(nbytes, stage, use, num_pieces=size)
             counts.count("reduce_scatter: staged ahead")
             return
-        for at, part in parts:
-            first = stage(at, part, stream)
+        buffers.fit(whole.nbytes)
+        for at, part in buffers.parts(nbytes, buffers.nbytes // size // _ALIGNMENT * _ALIGNMENT):
+            first = buffers.take()
+            stage(first, at, part, stream)
             buffers.meet(stream)
-            use(first, at, part)
+            use(first, at, part, stream)
             buffers.leave(stream)
         counts.count("reduce_scatter: staged")
 
@@ -272,7 +273,7 @@ class CudaGroup:
             at_root(buffers, tensor, address, 0, nbytes, reduction, stream)
             counts.count("all_reduce: at the root")
         elif self._ahead is not None and self.world_size == _FEW_RANKS:
-            self._one_shot_ahead(self._ahead, tensor, reduction, stream)
+            self._one_shot_of_two(tensor, reduction, stream)
         elif nbytes <= ONE_SHOT_NBYTES:
             one_shot(buffers, tensor, address, nbytes, reduction, stream)
             counts.count("all_reduce: one-shot")
@@ -282,49 +283,46 @@ class CudaGroup:
                 two_shot(buffers, tensor, address + at, part, reduction, stream)
             counts.count("all_reduce: two-shot")
 
+    def _ahead_for(self, nbytes: int) -> StagedAhead | None:
+        """What stages a call of so many bytes ahead; None if it is not worth that, or captured."""
+        return None if nbytes < LARGE_NBYTES or self._buffers.capturing else self._ahead
+
     def _gather_ahead(self, ahead: StagedAhead, target: int, source: int, nbytes: int) -> None:
-        """Gather by copy engine, each part staged while the one before crosses the link."""
-        buffers, stream, own = self._buffers, _stream(self._index), target + self.rank * nbytes
-        size = part_nbytes(nbytes)
-        buffers.fit(size)
+        """Gather by copy engine, parts crossing the link one behind the other."""
+        buffers, own = self._buffers, target + self.rank * nbytes
 
-        def stage(at: int, part: int, stream: int) -> int:
-            return buffers.stage(source + at, part, stream)
+        def stage(first: int, at: int, part: int, stream: int) -> None:
+            buffers.fill(first, source + at, part, stream)
 
-        def use(first: int, at: int, part: int) -> None:
+        def use(first: int, at: int, part: int, stream: int) -> None:
             for peer in self._others:
                 staged = buffers.staged(first, peer)
                 buffers.copy(target + peer * nbytes + at, staged, part, stream)
 
-        def keep_own(stream: int) -> None:
-            if own != source:
-                buffers.copy(own, source, nbytes, stream)
+        def keep_own(at: int, part: int, stream: int) -> None:
+            buffers.copy(own + at, source + at, part, stream)
 
-        parts = buffers.parts(nbytes, min(size, buffers.nbytes))
-        ahead.run(parts, stage, use, keep_own)
+        ahead.run(nbytes, stage, use, keep_own if own != source else None)
         counts.count("all_gather: staged ahead")
 
-    def _one_shot_ahead(
-        self, ahead: StagedAhead, tensor: torch.Tensor, reduction: Reduction, stream: int
-    ) -> None:
+    def _one_shot_of_two(self, tensor: torch.Tensor, reduction: Reduction, stream: int) -> None:
         """Two ranks: each reads all of the other's vector, which is what two shots read as well."""
         buffers, address, nbytes = self._buffers, tensor.data_ptr(), tensor.nbytes
-        size = part_nbytes(nbytes)
-        buffers.fit(size)
-        parts = buffers.parts(nbytes, min(size, buffers.nbytes))
 
-        def stage(at: int, part: int, stream: int) -> int:
-            return buffers.stage(address + at, part, stream)
+        def stage(first: int, at: int, part: int, stream: int) -> None:
+            buffers.fill(first, address + at, part, stream)
 
-        def use(first: int, at: int, part: int) -> None:
+        def use(first: int, at: int, part: int, stream: int) -> None:
             here, numel = address + at, part // tensor.element_size()
             reduce_over(buffers, here, 0, first, here, numel, reduction, stream, (tensor,))
 
-        if len(parts) > 1 and not buffers.capturing:
-            ahead.run(parts, stage, use)
+        ahead = self._ahead_for(nbytes)
+        if ahead is not None:
+            ahead.run(nbytes, stage, use)
             counts.count("all_reduce: staged ahead")
             return
-        for at, part in parts:
+        buffers.fit(nbytes)
+        for at, part in buffers.parts(nbytes):
             one_shot(buffers, tensor, address + at, part, reduction, stream)
         counts.count("all_reduce: one-shot")
 
