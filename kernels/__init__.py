@@ -15,6 +15,7 @@ host_barrier
 host_gather_    numba njit       memcpy of the C library, likewise
 copy, host_
 rotated_copy
+remap           numba njit       functions of the CUDA driver, called by address, likewise
 ==============  ===============  ==================================================================
 
 Nothing is left over that would need CUDA C++: with single instructions as intrinsics numba emits

@@ -1,4 +1,4 @@
-"""Atomic words, futexes, the clock and memcpy for numba's njit, over plain addresses.
+"""Atomic words, futexes, the clock, memcpy and calls for numba's njit, over plain addresses.
 
 LLVM's own atomics, so that the order of memory is right on ARM too. The C functions are called by
 name: code that holds a ctypes pointer could not be cached on disk.
@@ -210,3 +210,16 @@ def store_int64(typing: Any, address: Any, value: Any) -> tuple[Any, Emit]:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[misc]
+def call(typing: Any, function: Any, operands: Any) -> tuple[Any, Emit]:
+    """Call a C function at an address with a tuple of 64-bit integers; it returns an int."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, packed = arguments
+        values = [builder.extract_value(packed, index) for index in range(len(operands))]
+        kind = ir.FunctionType(_I32, [_I64] * len(values))
+        return builder.call(builder.inttoptr(address, kind.as_pointer()), values)
+
+    return types.int32(types.int64, operands), emit

@@ -22,6 +22,7 @@ _EFFECTS = {
     "unmap": (0, -1, 0),
     "protect": (0, 0, 0),
     "exchange": (0, 0, 0),
+    "replace": (0, 0, 0),
     "export_fd": (0, 0, 0),
 }
 

@@ -121,6 +121,19 @@ def test_a_host_far_ahead_of_a_late_rank_is_told(ranks: Ranks, num_kernels: int)
 
 
 @pytest.mark.ranks(2, launchers=("mpirun",), backends=("cuda",))
+def test_a_host_that_fills_the_driver_with_kernels_is_told_or_ended(ranks: Ranks) -> None:
+    """Invariant 9: if a launch waits inside the driver, that may keep anybody from being told."""
+    outcome = ranks.fresh(
+        "bodies.streams:far_ahead", survive=False, victim=1, num_kernels=40, patience_s=2.0
+    )
+    told = [report for report in outcome.reports if report is not None]
+    if outcome.died:
+        assert "a stream waits for other ranks" in outcome.output, outcome.output
+    else:
+        assert [report.error for report in told] == [None, None], outcome.output
+
+
+@pytest.mark.ranks(2, launchers=("mpirun",), backends=("cuda",))
 def test_a_stray_write_loses_its_writer_and_no_data(ranks: Ranks) -> None:
     """Invariant 12."""
     outcome = ranks.fresh("bodies.streams:stray_write", victim=1)

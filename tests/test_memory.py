@@ -14,6 +14,7 @@ import torch
 
 from drivers import ON_EACH_DRIVER, is_readable, is_writable, open_descriptors
 from tpspan.errors import DriverError, OutOfMemoryError
+from tpspan.kernels import host_remap
 from tpspan.memory import PAGE_NBYTES, Driver, Right
 from tpspan.memory.host import HostDriver
 
@@ -175,6 +176,42 @@ def test_mappings_trade_their_memory_where_that_is_quick(make_driver: MakeDriver
         assert not is_readable(address)
         driver.release(handle)
     driver.free(base, 5 * PAGE)
+
+
+@ON_EACH_DRIVER
+def test_a_mapping_gets_other_memory_in_one_step(make_driver: MakeDriver) -> None:
+    """Invariants 1 and 5: where there is no such step nothing is done."""
+    driver = make_driver()
+    spare = driver.create(2 * PAGE)
+    with mapped(driver) as (address, handle):
+        driver.protect(address, 2 * PAGE, Right.READ_WRITE)
+        if driver.name != "cuda":
+            assert not driver.replace(address, 2 * PAGE, spare, Right.READ_WRITE)
+        else:
+            assert not driver.replace(address, 2 * PAGE, spare, Right.READ_WRITE)
+            vars(driver)["remap"] = host_remap.remap
+            word = torch.zeros(1, dtype=torch.int32).pin_memory()
+            for turn in range(6):
+                other = (spare, handle)[turn % 2]
+                write_word(driver, word, address, 10 + turn)
+                assert driver.replace(address, 2 * PAGE, other, Right.READ_WRITE)
+                if turn:
+                    assert read_word(driver, word, address) == 9 + turn
+            refusal(driver.replace, address, PAGE, spare, Right.READ_WRITE)
+            assert read_word(driver, word, address) == 14
+    driver.release(spare)
+
+
+def read_word(driver: Driver, word: torch.Tensor, address: int) -> int:
+    driver.copy(word.data_ptr(), address, 4)
+    torch.cuda.synchronize(driver.device)
+    return int(word)
+
+
+def write_word(driver: Driver, word: torch.Tensor, address: int, value: int) -> None:
+    word.fill_(value)
+    driver.copy(address, word.data_ptr(), 4)
+    torch.cuda.synchronize(driver.device)
 
 
 @ON_EACH_DRIVER

@@ -56,6 +56,18 @@ def test_a_full_stream_holds_no_other_and_has_a_deadline(ranks: Ranks) -> None:
 
 
 @HERE
+def test_a_host_is_never_far_ahead_of_a_stream(ranks: Ranks) -> None:
+    """Invariant 9, and the driver keeps room."""
+    ranks.run("bodies.stream_logic:ahead", victim=ranks.size - 1)
+
+
+@HERE
+def test_a_job_whose_driver_lets_nobody_look_is_ended(ranks: Ranks) -> None:
+    """Invariant 9, also then."""
+    ranks.run("bodies.stream_logic:held")
+
+
+@HERE
 def test_a_stream_that_is_busy_is_left_alone(ranks: Ranks) -> None:
     ranks.run("bodies.stream_logic:busy")
 

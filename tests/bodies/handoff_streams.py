@@ -77,7 +77,7 @@ def played(world: World, timeout_s: float) -> Iterator[tuple[World, PlayedStream
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ctypes, "CDLL", lambda name: library)
             words.close = marks.close
-            return stream_ops.StreamOps(words, driver, timeout_s)
+            return stream_ops.StreamOps(words, driver, timeout_s, streams.ends.append)
 
     inner = world.subset(range(world.world_size))
     inner.timeout_s = timeout_s
@@ -186,6 +186,8 @@ def far_ahead(world: World, is_guarded: bool) -> int:
     """The producer's host is far ahead of the consumer's; how many headers were overwritten."""
     wrong, num = 0, NUM_HEADERS + 30
     with played(world, 20.0) as (inner, streams), pytest.MonkeyPatch.context() as patch:
+        # As where every rank has a GPU of its own: there kernels wait, as many as fit.
+        patch.setattr(stream_watch, "MOST_AHEAD", 10 * num)
         if not is_guarded:
             patch.setattr(handoff_mapped, "NUM_HEADERS", 10 * num)
         with Handoff(inner, 0, 1, 4 * _NUMEL) as handoff:

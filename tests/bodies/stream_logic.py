@@ -20,6 +20,7 @@ import pytest
 import torch
 from cuda.bindings import driver as cu
 
+from tpspan.errors import PeerError, TpspanError
 from tpspan.kernels.board import has_arrived
 from tpspan.launch.world import World
 from tpspan.memory.host import HostDriver
@@ -39,12 +40,14 @@ class PlayedStreams:
         capturing: whether they are.
         room: for so many steps on a stream; who puts operations on a full one is held.
         contexts: of the threads that have one, if only those may record an event.
+        ends: the errors for which a job would have been ended.
     """
 
     def __init__(self) -> None:
         self.capturing = False
         self.room = 1 << 20
         self.contexts: set[int] | None = None
+        self.ends: list[TpspanError] = []
         self._todo: dict[int, queue.Queue[Callable[[], object] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._done: dict[int, bool] = {}
@@ -202,7 +205,7 @@ def played(
             if on_device:
                 access = stream_words.DeviceAccess(driver)
             words = stream_words.StreamWords(pages, marks, access, inner)
-            ops = stream_ops.StreamOps(words, driver, timeout_s)
+            ops = stream_ops.StreamOps(words, driver, timeout_s, streams.ends.append)
         world.control.barrier()
         try:
             yield streams, ops
@@ -401,3 +404,59 @@ def busy(world: World) -> None:
         ops.barrier(0, 6)
         streams.synchronize(6)
         assert ops.missing() == ()
+
+
+def ahead(world: World, victim: int) -> None:
+    """A host is held, and told at the deadline, before it has filled a stream with waits."""
+    with played(world, 0.6, True) as (streams, ops):
+        queue = ops._watch.queue(5)
+        most = 0
+
+        def meet(num: int) -> None:
+            nonlocal most
+            for _ in range(num):
+                ops.barrier(0, 5)
+                most = max(most, queue.num_ahead)
+
+        meet(200)
+        streams.synchronize(5)
+        assert not ops.missing()
+        world.control.barrier()
+        if world.rank != victim:
+            start = time.monotonic()
+            with pytest.raises(PeerError) as raised:
+                meet(10 * stream_watch.MOST_AHEAD)
+            assert raised.value.ranks == (victim,), raised.value
+            assert 0.5 < time.monotonic() - start < 8
+            assert most == stream_watch.MOST_AHEAD
+            streams.synchronize(5)
+        world.control.barrier()
+        assert not streams.ends
+
+
+def held(world: World) -> None:
+    """A look that waits in the driver for too long ends the job; one that comes back does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_watch, "_PATIENCE_S", 0.5)
+        with played(world, 0.4, True) as (streams, ops):
+            if world.rank:
+                words, room = ops._watch._words, threading.Event()
+                look = words.read
+
+                def read(addresses: list[int]) -> list[int]:
+                    room.wait()
+                    found: list[int] = look(addresses)
+                    return found
+
+                words.read = read
+                ops.barrier(0, 5)
+                end = time.monotonic() + 10
+                while not streams.ends and time.monotonic() < end:
+                    time.sleep(0.01)
+                (error,) = streams.ends
+                assert str(error).startswith(f"rank {world.rank}: a stream waits"), error
+                room.set()
+                streams.synchronize(5)
+                assert ops.missing() == (0,)
+            world.control.barrier()
+            assert len(streams.ends) == (world.rank > 0)

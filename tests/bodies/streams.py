@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ from faulty import FaultyDriver
 from tpspan.errors import CaptureError, PeerError
 from tpspan.launch.world import World
 from tpspan.memory import PAGE_NBYTES, Right
-from tpspan.spans import Span
+from tpspan.spans import Span, stream_watch
 
 PAGE = PAGE_NBYTES
 LONG_CYCLES = 400_000_000  # about 0.2 s
@@ -138,9 +139,13 @@ def late_on_a_stream(world: World, victim: int) -> None:
         span.close(force=True)
 
 
-def far_ahead(world: World, victim: int, num_kernels: int) -> None:
+def far_ahead(world: World, victim: int, num_kernels: int, patience_s: float | None = None) -> None:
     """A host that has filled its stream while it waits for a late rank is told at the deadline."""
-    with short_lived(world, 2.0) as inner:
+    with contextlib.ExitStack() as stack:
+        if patience_s is not None:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(stream_watch, "_PATIENCE_S", patience_s)
+        inner = stack.enter_context(short_lived(world, 2.0))
         span = Span.allocate(inner, (world.world_size, 4), torch.float32)
         meet(span)
         if world.rank != victim:

@@ -6,6 +6,7 @@ Source of the rules: CUDA driver API reference, "Virtual Memory Management" and 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ _FLAGS = {
 _POSIX = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ON_DEVICE = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 _ON_HOST = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
+
+_REMAP = ("cuMemUnmap", "cuMemMap", "cuMemSetAccess")  # in this order
 
 
 def check(call: str, result: tuple[Any, ...], **arguments: object) -> Any:
@@ -127,7 +130,13 @@ class CudaDriver:
 
     Any thread may call: where a call needs a context, the primary one, which torch uses too, is
     made current around it and what was current before is put back.
+
+    Attributes:
+        remap: ``tpspan.kernels.host_remap.remap``, from who has imported it anyway; without it
+            ``replace`` does nothing. Who only attaches to what others publish need not wait for it.
     """
+
+    remap: Callable[..., tuple[int, int, int]] | None = None
 
     name = "cuda"
     page_nbytes = PAGE_NBYTES
@@ -153,8 +162,13 @@ class CudaDriver:
             for on_host in (False, True)
         }
         # Every hand-over asks; the binding takes three times as long.
-        self._ask_capture = ctypes.CDLL("libcuda.so.1").cuStreamIsCapturing
+        library = ctypes.CDLL("libcuda.so.1")
+        self._ask_capture = library.cuStreamIsCapturing
         self._ask_capture.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        self._remap_calls = tuple(
+            ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _REMAP
+        )
+        self._handles: dict[int, int] = {}  # by address
         self._blocks: dict[int, _Memory] = {}
         self._mapped: dict[int, _Memory] = {}
         granularity = check(
@@ -215,13 +229,14 @@ class CudaDriver:
             nbytes=nbytes,
         )
         self._mapped[address] = block
+        self._handles[address] = handle
 
     def unmap(self, address: int, nbytes: int) -> None:
         block = self._mapped.get(address)
         if block is None or block.nbytes != nbytes:  # the driver would take several at once
             self._refuse("cuMemUnmap", address=address, nbytes=nbytes)
         check("cuMemUnmap", cu.cuMemUnmap(address, nbytes), address=address, nbytes=nbytes)
-        del self._mapped[address]
+        del self._mapped[address], self._handles[address]
 
     def protect(self, address: int, nbytes: int, right: Right) -> None:
         block = self._mapped.get(address)
@@ -236,6 +251,26 @@ class CudaDriver:
 
     def exchange(self, first: int, second: int, nbytes: int) -> bool:
         return False
+
+    def replace(self, address: int, nbytes: int, handle: int, right: Right) -> bool:
+        there, block = self._mapped.get(address), self._live("cuMemMap", handle)
+        if self.remap is None or right is Right.NONE:
+            return False
+        if there is None or there.on_host or block.on_host:
+            return False
+        if not there.nbytes == block.nbytes == nbytes:
+            self._refuse("cuMemMap", address=address, nbytes=nbytes, block_nbytes=block.nbytes)
+        (access,) = self._accesses[right, False]
+        unmap, map_, protect = self._remap_calls
+        old, at = self._handles[address], access.getPtr()
+        done, code, is_back = self.remap(unmap, map_, protect, address, nbytes, old, handle, at, 1)
+        if done > 1:
+            self._mapped[address], self._handles[address] = block, handle
+        elif done and not is_back:
+            del self._mapped[address], self._handles[address]
+        if code:
+            check(_REMAP[done], (cu.CUresult(code),), address=address, nbytes=nbytes)
+        return True
 
     def export_fd(self, handle: int) -> int:
         self._live("cuMemExportToShareableHandle", handle)

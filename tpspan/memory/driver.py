@@ -75,6 +75,15 @@ class Driver(Protocol):
             False, and nothing is done, where there is no quicker way than to unmap and map.
         """
 
+    def replace(self, address: int, nbytes: int, handle: int, right: Right) -> bool:
+        """Put the memory of ``handle`` where a whole mapping is, with a right.
+
+        On failure the old memory, the new or none is mapped there, without a right.
+
+        Returns:
+            False, and nothing is done, where there is no quicker way than to unmap and map.
+        """
+
     def export_fd(self, handle: int) -> int:
         """Return a new file descriptor for the memory; the caller closes it."""
 

@@ -189,6 +189,9 @@ class HostDriver:
             self._munmap(spare, nbytes)
         return True
 
+    def replace(self, address: int, nbytes: int, handle: int, right: Right) -> bool:
+        return False
+
     def export_fd(self, handle: int) -> int:
         fd = self._memory("cuMemExportToShareableHandle", handle).fd
         return self._system("dup", lambda: os.dup(fd))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Self
 
-from tpspan.errors import ClosedError, InUseError
+from tpspan.errors import ClosedError, DriverError, InUseError
 from tpspan.memory.block import Block
 from tpspan.memory.closing import close_each
 from tpspan.memory.driver import ADDRESS_SPACE_LOCK, Driver, Right
@@ -147,6 +148,35 @@ class Reservation:
                 return False
             first.block, second.block = second.block, first.block
             first._right, second._right = second._right, first._right
+        return True
+
+    def replace(self, mapping: Mapping, block: Block) -> bool:
+        """Put another block of the same size behind a mapping's address, with its right.
+
+        If the driver refuses, nothing is mapped there any more, and the mapping is closed.
+
+        Returns:
+            False, and nothing was done, if the driver has no quick way to do that.
+
+        Raises:
+            ValueError: the sizes differ.
+            DriverError: the driver refused.
+            ClosedError: the block was closed.
+        """
+        if block.nbytes != mapping.nbytes:
+            raise ValueError(f"{block.nbytes} bytes do not fit a mapping of {mapping.nbytes} bytes")
+        with ADDRESS_SPACE_LOCK:
+            address, nbytes, right = mapping.address, mapping.nbytes, mapping.right
+            try:
+                if not self.driver.replace(address, nbytes, block.handle, right):
+                    return False
+            except DriverError:
+                with contextlib.suppress(DriverError):
+                    mapping.close()
+                raise
+            mapping.block._num_mappings -= 1
+            mapping.block = block
+            block._num_mappings += 1
         return True
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from tpspan import kernels
 from tpspan.errors import PeerError
+from tpspan.kernels import host_remap
 from tpspan.launch.world import World
 from tpspan.memory.closing import close_each
 from tpspan.memory.cuda import CudaDriver, device_uuid
@@ -82,6 +83,7 @@ class Signals:
                     return HostOps(self._pages, exchange, world.timeout_s, num_cores)
                 # Now and not at first use: that may be while a stream is being captured.
                 kernels.prepare(world.device.index)
+                cast(CudaDriver, world.driver).remap = host_remap.remap
                 _clear_own_page(self._pages, world)
                 if not self.shares_device:
                     return KernelOps(self._pages, world)
@@ -89,7 +91,7 @@ class Signals:
                 access = HostAccess() if on_host else DeviceAccess(driver)
                 undo.callback(access.close)
                 words = StreamWords(self._pages, marks, access, world)
-                return StreamOps(words, driver, world.timeout_s)
+                return StreamOps(words, driver, world.timeout_s, world.abort)
 
             # The vote also holds: nobody posts before every page is mapped and cleared.
             self._ops = self.board.together("preparing signals", make)
@@ -118,8 +120,9 @@ class Signals:
         """Hold the stream until the streams of all ranks have come here. Collective.
 
         On the host backend the caller itself is held. On CUDA the host goes on at once; a wait that
-        runs out of time releases the stream, and ``check`` says so. On a GPU that ranks share, one
-        in a replayed graph is watched only if a barrier or a wait outside follows it.
+        runs out of time releases the stream, and ``check`` says so. On a GPU that ranks share the
+        host is held if it is 64 waits ahead of the stream, and a barrier in a replayed graph is
+        watched only if a barrier or a wait outside follows it.
 
         Raises:
             PeerError: an earlier wait ran out of time.

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 
 import torch
 from cuda.bindings import driver as cu
 
+from tpspan.errors import TpspanError
 from tpspan.kernels.board import COUNT_MASK
 from tpspan.memory.closing import close_each
 from tpspan.memory.cuda import CudaDriver, check
@@ -47,12 +49,19 @@ class StreamOps:
         words: what streams write and wait for; closed with this.
         driver: of the GPU.
         timeout_s: how long a stream may wait.
+        end_job: as of ``StreamWatch``.
     """
 
-    def __init__(self, words: StreamWords, driver: CudaDriver, timeout_s: float) -> None:
+    def __init__(
+        self,
+        words: StreamWords,
+        driver: CudaDriver,
+        timeout_s: float,
+        end_job: Callable[[TpspanError], object],
+    ) -> None:
         self._driver = driver
         self._words = words
-        self._watch = StreamWatch(words, driver, timeout_s)
+        self._watch = StreamWatch(words, driver, timeout_s, end_job)
         self._index = driver.device.index
         # The binding converts every operation at every call; here they are kept as the driver
         # wants them.
@@ -76,9 +85,11 @@ class StreamOps:
         if batch is None:
             batch = self._keep((slot, -1, "barrier"), self._barrier(slot))
         queue = self._watch.queue(stream)
-        with queue.order, batch.order:
-            epoch = self._submit_next(stream, batch)
-            self._watch.note_barrier(queue, slot, epoch)
+        with queue.order:
+            self._watch.make_room(queue)
+            with batch.order:
+                epoch = self._submit_next(stream, batch)
+                self._watch.note_barrier(queue, slot, epoch)
 
     def post(self, slot: int, peer: int, stream: int) -> None:
         batch = self._batches.get((slot, peer, "post"))
@@ -94,9 +105,11 @@ class StreamOps:
             place = self._words.posted(slot, self._words.rank, peer)
             batch = self._keep((slot, peer, "wait"), [(_WAIT, place, 0, _AT_LEAST)])
         queue = self._watch.queue(stream)
-        with queue.order, batch.order:
-            count = self._submit_next(stream, batch)
-            self._watch.note_wait(queue, slot, peer, count)
+        with queue.order:
+            self._watch.make_room(queue)
+            with batch.order:
+                count = self._submit_next(stream, batch)
+                self._watch.note_wait(queue, slot, peer, count)
 
     def missing(self) -> tuple[int, ...]:
         return () if self._words.is_well() else tuple(sorted(self._words.told()[0]))

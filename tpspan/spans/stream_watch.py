@@ -6,6 +6,13 @@ thread moves the words itself: the stream goes on, and all ranks are told who wa
 word is moved. A stream that was busy that long with something else, and now waits for a rank that
 is a little behind, is not late. Words that were moved say nothing true any more, and let the
 streams of others through that have not waited as long.
+
+All that needs the driver. It has room for about a thousand launches on a stream, and a thread that
+waits inside for more can keep others from looking at words. So a host is never ahead of a stream by
+more than ``MOST_AHEAD`` waits: it is held outside, where it can be told. What else a program
+launches between two waits can still fill the stream, or wait inside for another reason (the first
+launch of a kernel loads it, once the device is idle). If the thread itself is held there for longer
+than a look at the words may take, nothing can be told any more, and the job is ended.
 """
 
 from __future__ import annotations
@@ -14,19 +21,23 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cuda.bindings import driver as cu
 
-from tpspan.errors import PeerError
+from tpspan.errors import PeerError, TpspanError
 from tpspan.kernels.board import has_arrived
 from tpspan.memory.cuda import CudaDriver, check
 from tpspan.spans.stream_words import FREE, SET, StreamWords
 
+MOST_AHEAD = 64
+"""Waits by which a host may be ahead of a stream; with four ranks each takes 5 of 1024 places."""
 _LOOK_S = 0.1
 _MARK_S = 0.5
+_MARK_WAITS = 16
 _PATIENCE_S = 10.0
+_NAP_S = 50e-6
 
 _Wait = tuple[int, int, int]  # a slot, a peer, and for how many of its posts
 _Goal = tuple[int, int, int]  # a peer, the address of a word of its, and what it has to come to
@@ -39,6 +50,7 @@ class StreamWatch:
         words: what streams wait for.
         driver: of the GPU.
         timeout_s: how long a stream may wait.
+        end_job: called when a stream has waited for longer and the driver lets nobody see why.
 
     Attributes:
         lock: of what is noted here; never held over a call that puts something on a stream, which
@@ -49,12 +61,19 @@ class StreamWatch:
         waits: by (slot, peer), how many posts were waited for.
     """
 
-    def __init__(self, words: StreamWords, driver: CudaDriver, timeout_s: float) -> None:
+    def __init__(
+        self,
+        words: StreamWords,
+        driver: CudaDriver,
+        timeout_s: float,
+        end_job: Callable[[TpspanError], object],
+    ) -> None:
         self.lock = threading.Lock()
         self.epochs: dict[int, int] = {}
         self.captured: set[int] = set()
         self.waits: dict[tuple[int, int], int] = {}
         self._words, self._driver, self._timeout_s = words, driver, timeout_s
+        self._end_job = end_job
         self._queues: dict[int, Queue] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -70,6 +89,25 @@ class StreamWatch:
                 if queue is not made:  # another thread's was first
                     made.close()
         return queue
+
+    def make_room(self, queue: Queue) -> None:
+        """Hold the caller while the stream has too many waits before it; ``queue.order`` is held.
+
+        Raises:
+            PeerError: a wait ran out of time.
+        """
+        if queue.num_ahead < MOST_AHEAD:
+            return
+        with self._beside_captures():
+            while True:
+                with self.lock:
+                    queue.catch_up()
+                if queue.num_ahead < MOST_AHEAD:
+                    return
+                if not self._words.is_well():
+                    missing = sorted(self._words.told()[0])
+                    raise PeerError(missing, "did not come before a stream's wait ran out of time")
+                time.sleep(_NAP_S)
 
     def note_barrier(self, queue: Queue, slot: int, epoch: int) -> None:
         """Say that a barrier was put on a stream just now; ``queue.order`` is held."""
@@ -116,19 +154,43 @@ class StreamWatch:
                 queue.close()
             self._queues.clear()
 
-    def _watch(self) -> None:
+    @contextlib.contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Or a look at an event would end a capture that goes on in another thread."""
         with self._driver.current():
-            # Or a look at an event would end a capture that goes on in another thread.
-            relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-            result = cu.cuThreadExchangeStreamCaptureMode(relaxed)
-            check("cuThreadExchangeStreamCaptureMode", result)
+            mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            result = cu.cuThreadExchangeStreamCaptureMode(mode)
+            before = check("cuThreadExchangeStreamCaptureMode", result)
+            try:
+                yield
+            finally:
+                result = cu.cuThreadExchangeStreamCaptureMode(before)
+                check("cuThreadExchangeStreamCaptureMode", result)
+
+    def _watch(self) -> None:
+        with self._beside_captures():
             while not self._stop.wait(_LOOK_S):
                 with self.lock:
                     queues = tuple(self._queues.values())
                     stuck = [queue for queue in queues if queue.stuck_s() > self._timeout_s / 2]
                 for queue in stuck:
+                    # Events can be asked for at any time; what a look does may wait in the driver.
+                    held = threading.Timer(self._timeout_s / 2 + 2 * _PATIENCE_S, self._give_up)
+                    held.daemon = True
+                    held.start()
                     with contextlib.suppress(TimeoutError):  # the next look tries again
                         self._look_at(queue)
+                    held.cancel()
+
+    def _give_up(self) -> None:
+        self._end_job(
+            TpspanError(
+                f"rank {self._words.rank}: a stream waits for other ranks for longer than "
+                f"{self._timeout_s:g} s, and a launch behind it that waits in the driver (for room "
+                "on the stream, or to load a kernel) keeps anybody from seeing for whom: the job "
+                "is ended"
+            )
+        )
 
     def _look_at(self, queue: Queue) -> None:
         """Every half of the time allowed, see whom the stream waits for that it waited for then."""
@@ -232,15 +294,18 @@ class Queue:
         self.waits: deque[_Wait] = deque()
         self.owed: set[_Goal] = set()
         self.seen_s = 0.0
-        self._marks: deque[tuple[Any, int]] = deque()  # with the number of waits before it
+        # With the number of waits for posts before it, and of waits of either kind.
+        self._marks: deque[tuple[Any, int, int]] = deque()
         self._num_waits = 0
+        self._num_put = self._num_marked = self._num_done = 0
         self._marked = 0.0
         self._progress = 0.0
         self._is_idle = True
 
     def record(self) -> Any:
         """Let the event stand behind everything so far; return a mark if one is due, or None."""
-        if time.monotonic() - self._marked <= _MARK_S:
+        is_due = self._num_put - self._num_marked >= _MARK_WAITS - 1
+        if not is_due and time.monotonic() - self._marked <= _MARK_S:
             (code,) = cu.cuEventRecord(self.last, self._stream)
             if not code:
                 return None  # or another context is current in this thread, or none
@@ -259,20 +324,31 @@ class Queue:
         if wait is not None:
             self.waits.append(wait)
             self._num_waits += 1
+        self._num_put += 1
         if mark is not None:
-            self._marks.append((mark, self._num_waits))
+            self._num_marked = self._num_put
+            self._marks.append((mark, self._num_waits, self._num_put))
 
-    def stuck_s(self) -> float:
-        """Seconds since the stream was last seen to have come any further."""
-        if _is_done(self.last):
-            self._is_idle = True
-            self.waits.clear()
+    @property
+    def num_ahead(self) -> int:
+        """How many waits the stream may have before it, as far as it was last seen to have come."""
+        return self._num_put - self._num_done
+
+    def catch_up(self) -> None:
+        """See how far the stream has come."""
         while self._marks and _is_done(self._marks[0][0]):
-            mark, num_waits = self._marks.popleft()
+            mark, num_waits, self._num_done = self._marks.popleft()
             check("cuEventDestroy", cu.cuEventDestroy(mark))
             while len(self.waits) > self._num_waits - num_waits:
                 self.waits.popleft()
             self._moved()
+
+    def stuck_s(self) -> float:
+        """Seconds since the stream was last seen to have come any further."""
+        self.catch_up()
+        if _is_done(self.last):
+            self._is_idle = True
+            self.waits.clear()
         return 0.0 if self._is_idle else time.monotonic() - self._progress
 
     def _moved(self) -> None:
@@ -281,7 +357,7 @@ class Queue:
 
     def close(self) -> None:
         """Give the events back."""
-        for event in (self.last, *(mark for mark, _ in self._marks)):
+        for event in (self.last, *(mark for mark, _, _ in self._marks)):
             check("cuEventDestroy", cu.cuEventDestroy(event))
 
 

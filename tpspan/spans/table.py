@@ -117,7 +117,8 @@ class Table:
         rights = {offset: mapping.right for offset, _, mapping in old}
         undo = [(offset, block) for offset, block, _ in old]
         try:
-            self._exchange(moves, rights)
+            if not self._replaced(moves):
+                self._exchange(moves, rights)
         except BaseException:
             try:
                 self._exchange(undo, rights)
@@ -157,6 +158,19 @@ class Table:
         self._placed.clear()
         self._offsets.clear()
         self.reservation.close_all()
+
+    def _replaced(self, moves: Sequence[tuple[int, SpanBlock]]) -> bool:
+        """Make a single move in one step; False, and nothing is done, if that cannot be."""
+        if len(moves) != 1:
+            return False
+        ((offset, block),) = moves
+        old, mapping = self._placed[offset]
+        if not self.reservation.replace(mapping, block.block):
+            return False
+        self._placed[offset] = (block, mapping)
+        self._offsets.pop(old, None)
+        self._offsets[block] = offset
+        return True
 
     def _exchange(self, moves: Sequence[tuple[int, SpanBlock]], rights: dict[int, Right]) -> None:
         for offset, _ in moves:
