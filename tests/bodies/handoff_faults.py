@@ -146,7 +146,7 @@ def remap_fails(world: World, victim: int) -> None:
         with FaultyDriver(world.driver) as watch:
             slot = handoff.acquire()
             if world.rank == victim:
-                watch.fail(1 if world.backend == "host" else 2)
+                watch.fail(1)
             slot.release()
             if world.rank == victim:
                 end = time.monotonic() + 5

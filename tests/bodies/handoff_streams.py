@@ -66,6 +66,7 @@ def played(world: World, timeout_s: float) -> Iterator[tuple[World, PlayedStream
         cuEventQuery=streams.query,
         cuEventDestroy=lambda event: (0,),
         cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
+        cuCtxSynchronize=streams.rest,
     )
     library = SimpleNamespace(cuStreamBatchMemOp_v2=_Function(streams.batch))
 
@@ -131,7 +132,8 @@ def left_behind(world: World) -> int:
     words = ops._words
     pairs = [(slot, peer) for slot in range(num_slots(world)) for peer in words.peers]
     posted = words.read([words.posted(slot, words.rank, peer) for slot, peer in pairs])
-    waited = [ops._watch.waits.get(pair, 0) for pair in pairs]
+    counts = [queue.counts for queue in ops._watch._queues.values()]
+    waited = [max((each.get(pair, 0) for each in counts), default=0) for pair in pairs]
     return sum(posted) - sum(waited)
 
 

@@ -220,6 +220,7 @@ class Handoff:
             num_handovers=self._num_finished,
             num_remaps=transport.num_remaps,
             remap_us=transport.remap_us,
+            remap_host_us=transport.remap_host_us,
             copied_nbytes=transport.copied_nbytes,
             num_waits=transport.num_waits,
         )

@@ -29,6 +29,7 @@ class HandoffStats:
         num_remaps: blocks brought behind a fixed address.
         remap_us: how long that took the helper thread each time, the median of the last hundred;
             0 where there were none.
+        remap_host_us: how much of that the thread ran, and did not wait for others of this process.
         copied_nbytes: bytes that were copied to hand them over; 0 unless the mode is ``send``.
         num_waits: how often the host found, in taking a slot, that the other side was not so far.
     """
@@ -40,6 +41,7 @@ class HandoffStats:
     num_handovers: int
     num_remaps: int
     remap_us: float
+    remap_host_us: float
     copied_nbytes: int
     num_waits: int
 

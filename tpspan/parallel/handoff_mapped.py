@@ -72,9 +72,12 @@ class MappedTransport:
     @property
     def remap_us(self) -> float:
         """How long one of them takes the helper."""
-        lanes = [side.lane for side in self._parts.sides]
-        taken = [seconds for lane in lanes if lane is not None for seconds in tuple(lane.last_s)]
-        return 1e6 * statistics.median(taken) if taken else 0.0
+        return self._median_us(0)
+
+    @property
+    def remap_host_us(self) -> float:
+        """How much of that its thread runs."""
+        return self._median_us(1)
 
     @property
     def num_waits(self) -> int:
@@ -238,6 +241,11 @@ class MappedTransport:
         if event is not None:
             torch.cuda.current_stream(side.place.device).wait_event(event)
         return True
+
+    def _median_us(self, which: int) -> float:
+        lanes = [side.lane for side in self._parts.sides]
+        taken = [last[which] for lane in lanes if lane is not None for last in tuple(lane.last_s)]
+        return 1e6 * statistics.median(taken) if taken else 0.0
 
     def _stream(self, side: Side) -> int:
         """The current stream, which must not be one that is being captured."""

@@ -45,7 +45,7 @@ class SendTransport:
 
     mode = "send"
     num_remaps = 0
-    remap_us = 0.0
+    remap_us = remap_host_us = 0.0
 
     def __init__(
         self, world: World, link: Link, request: object, check: Callable[[], Shape]

@@ -54,7 +54,8 @@ class Lane:
 
     Attributes:
         num_done: remaps so far.
-        last_s: how long each of the last of them took the helper, from the fence on.
+        last_s: how long each of the last of them took the helper from the fence on, and how much of
+            that its thread ran: it may have to wait for the GIL.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Lane:
         self._count = 0
         self._moved_s = 0.0
         self.num_done = 0
-        self.last_s: deque[float] = deque(maxlen=_NUM_KEPT)
+        self.last_s: deque[tuple[float, float]] = deque(maxlen=_NUM_KEPT)
 
     @property
     def is_idle(self) -> bool:
@@ -133,9 +134,10 @@ class Lane:
                 if not self._may(job):
                     return False
                 if self._error is None:  # behind a failure nothing is what it should be
-                    began_s = time.perf_counter()
+                    began_s, ran_s = time.perf_counter(), time.thread_time()
                     job.change()
-                    self.last_s.append(time.perf_counter() - began_s)
+                    ran_s = time.thread_time() - ran_s
+                    self.last_s.append((time.perf_counter() - began_s, ran_s))
                     self.num_done += 1
             except Exception as error:
                 self._error = error.with_traceback(None)

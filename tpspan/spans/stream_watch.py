@@ -22,12 +22,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cuda.bindings import driver as cu
 
 from tpspan.errors import PeerError, TpspanError
-from tpspan.kernels.board import has_arrived
+from tpspan.kernels.board import COUNT_MASK, has_arrived
 from tpspan.memory.cuda import CudaDriver, check
 from tpspan.spans.stream_words import FREE, SET, StreamWords
 
@@ -38,6 +39,9 @@ _MARK_S = 0.5
 _MARK_WAITS = 16
 _PATIENCE_S = 10.0
 _NAP_S = 50e-6
+# By so much words are moved: far beyond what any stream waits for, so that their rank still sees
+# how far its own stream has come.
+_FAR = 1 << 24
 
 _Wait = tuple[int, int, int]  # a slot, a peer, and for how many of its posts
 _Goal = tuple[int, int, int]  # a peer, the address of a word of its, and what it has to come to
@@ -56,9 +60,7 @@ class StreamWatch:
         lock: of what is noted here; never held over a call that puts something on a stream, which
             waits while the driver's queue is full. Nothing but ``order`` of that stream and of what
             is put on it is held then: other threads and the watch go on.
-        epochs: by slot, the number of the last barrier that was put on a stream.
         captured: the slots with barriers in graphs.
-        waits: by (slot, peer), how many posts were waited for.
     """
 
     def __init__(
@@ -69,9 +71,7 @@ class StreamWatch:
         end_job: Callable[[TpspanError], object],
     ) -> None:
         self.lock = threading.Lock()
-        self.epochs: dict[int, int] = {}
         self.captured: set[int] = set()
-        self.waits: dict[tuple[int, int], int] = {}
         self._words, self._driver, self._timeout_s = words, driver, timeout_s
         self._end_job = end_job
         self._queues: dict[int, Queue] = {}
@@ -82,12 +82,8 @@ class StreamWatch:
         """The books of a stream, begun at the first call."""
         queue = self._queues.get(stream)
         if queue is None:
-            with self._driver.current():
-                made = Queue(stream, self._driver)
-                with self.lock:
-                    queue = self._queues.setdefault(stream, made)
-                if queue is not made:  # another thread's was first
-                    made.close()
+            with self.lock:
+                queue = self._queues.setdefault(stream, Queue(stream, self._driver))
         return queue
 
     def make_room(self, queue: Queue) -> None:
@@ -111,20 +107,22 @@ class StreamWatch:
 
     def note_barrier(self, queue: Queue, slot: int, epoch: int) -> None:
         """Say that a barrier was put on a stream just now; ``queue.order`` is held."""
+        mark = queue.mark()
         with self.lock:
-            self.epochs[slot] = epoch
-        self._note(queue, None)
+            queue.epochs[slot] = epoch
+            queue.noted(mark)
+        self._begin()
 
     def note_wait(self, queue: Queue, slot: int, peer: int, count: int) -> None:
         """The same of a wait for a post."""
+        mark = queue.mark()
         with self.lock:
-            self.waits[slot, peer] = count
-        self._note(queue, (slot, peer, count))
+            queue.counts[slot, peer] = count
+            queue.waits.append((slot, peer, count))
+            queue.noted(mark)
+        self._begin()
 
-    def _note(self, queue: Queue, wait: _Wait | None) -> None:
-        mark = queue.record()
-        with self.lock:
-            queue.noted(mark, wait)
+    def _begin(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._watch, name="tpspan-stream-watch", daemon=True
@@ -137,19 +135,21 @@ class StreamWatch:
         Raises:
             PeerError: a stream is held by something else.
         """
-        deadline = time.monotonic() + self._timeout_s + _PATIENCE_S
+        end = time.monotonic() + self._timeout_s + _PATIENCE_S
+        queues = tuple(self._queues.values())
         with self._driver.current():
-            queues = tuple(self._queues.values())
-            while not (done := all(_is_done(queue.last) for queue in queues)):
-                if time.monotonic() > deadline:
+            while waits := any(self._holds(queue) for queue in queues):
+                if time.monotonic() > end:
                     break
                 time.sleep(0.001)
             self._stop.set()
             if self._thread is not None:
                 self._thread.join()
-            if not done:
+            if waits:
                 what = "a stream with a barrier in it does not come to rest"
                 raise PeerError([self._words.rank], what)
+            # The words are there, but a stream may not have looked at them yet.
+            check("cuCtxSynchronize", cu.cuCtxSynchronize())
             for queue in queues:
                 queue.close()
             self._queues.clear()
@@ -197,7 +197,7 @@ class StreamWatch:
         if time.monotonic() - queue.seen_s < self._timeout_s / 2:
             return
         with self.lock:
-            epochs, captured = dict(self.epochs), set(self.captured)
+            epochs, captured = dict(queue.epochs), set(self.captured)
             pending = tuple(queue.waits)
         owed = self._behind(epochs) | self._silent(pending) or self._absent(captured)
         still = owed & queue.owed
@@ -210,11 +210,14 @@ class StreamWatch:
         words = self._words
         words.tell(missing)
         end = time.monotonic() + _PATIENCE_S
-        while not _is_done(queue.last) and time.monotonic() < end:
+        while self._holds(queue) and time.monotonic() < end:
             with self.lock:  # what waits behind goes on, too, also if it has come meanwhile
-                epochs, captured, waits = dict(self.epochs), set(self.captured), dict(self.waits)
-            # No word goes back: a peer may have come, and others wait for it.
-            unmet = self._unmet(self._barriers(epochs) + self._posts(waits))
+                goals = self._barriers(queue.epochs) + self._posts(queue.counts)
+                captured = set(self.captured)
+            # A peer may have come: its word stays.
+            moved = [
+                (word, (now + _FAR) & COUNT_MASK) for (_, word, _), now in self._lacking(goals)
+            ]
             flags = [
                 flag
                 for slot in captured
@@ -224,8 +227,19 @@ class StreamWatch:
                     (words.flag(slot, peer, words.rank), FREE),
                 )
             ]
-            words.write([(word, goal) for _, word, goal in unmet] + flags)
+            words.write(moved + flags)
             time.sleep(0.001)
+
+    def _holds(self, queue: Queue) -> bool:
+        """Whether the stream has still to come to one of its waits, or through one."""
+        with self.lock:
+            goals, epochs = self._posts(queue.counts), dict(queue.epochs)
+        goals += self._barriers(epochs)
+        try:
+            here = self._here(epochs)
+            return here != epochs or bool(self._unmet(goals))
+        except TimeoutError:
+            return True
 
     def _corrected(self, missing: set[int]) -> set[int]:
         """What this rank sees as missing, with what those say whose deadline came first."""
@@ -234,9 +248,16 @@ class StreamWatch:
 
     def _behind(self, epochs: dict[int, int]) -> set[_Goal]:
         """What lacks at barriers to which this rank's stream has come; it may be queued only."""
+        return set(self._unmet(self._barriers(self._here(epochs))))
+
+    def _here(self, epochs: dict[int, int]) -> dict[int, int]:
+        """The number of the barrier to which this rank's stream has come, by slot."""
         own = [self._words.arrived(slot, self._words.rank) for slot in epochs]
-        here = dict(zip(epochs, self._words.read(own), strict=True))
-        return set(self._unmet(self._barriers(here)))
+        found = zip(epochs.items(), self._words.read(own), strict=True)
+        return {
+            slot: (now - _FAR * has_arrived(now, (epoch + 1) & COUNT_MASK)) & COUNT_MASK
+            for (slot, epoch), now in found
+        }
 
     def _silent(self, pending: Sequence[_Wait]) -> set[_Goal]:
         """The first post that a stream waits for; it has not come to those behind.
@@ -257,9 +278,13 @@ class StreamWatch:
 
     def _unmet(self, goals: Sequence[_Goal]) -> list[_Goal]:
         """Those whose word has not come to what it has to."""
+        return [goal for goal, _ in self._lacking(goals)]
+
+    def _lacking(self, goals: Sequence[_Goal]) -> list[tuple[_Goal, int]]:
+        """The same, and what the words hold."""
         found = self._words.read([address for _, address, _ in goals])
         pairs = zip(goals, found, strict=True)
-        return [goal for goal, now in pairs if not has_arrived(now, goal[2])]
+        return [(goal, now) for goal, now in pairs if not has_arrived(now, goal[2])]
 
     def _absent(self, captured: set[int]) -> set[_Goal]:
         """The flags that a barrier in a graph waits for."""
@@ -277,11 +302,16 @@ class StreamWatch:
 
 
 class Queue:
-    """How far a stream has come: its last wait, and marks between that show progress.
+    """What waits were put on a stream, with marks between that show how far it has come.
+
+    A mark is an event, and not every wait has one: where ranks share a GPU an event behind each
+    takes a barrier from 10 to 16 µs with two ranks, from 19 to 32 with four. Whether a stream is
+    through the last of its waits, the words say.
 
     Attributes:
         order: held while something is put on the stream and noted.
-        last: an event behind the last wait.
+        epochs: by slot, the number of the last barrier.
+        counts: by (slot, peer), how many posts were waited for.
         waits: those for posts, in order, as far as the stream may not have come to them.
         owed, seen_s: what it waited for when that was last looked at, and when that was; none if it
             has come any further since.
@@ -290,44 +320,33 @@ class Queue:
     def __init__(self, stream: int, driver: CudaDriver) -> None:
         self._stream, self._driver = stream, driver
         self.order = threading.Lock()
-        self.last = _new_event()
+        self.epochs: dict[int, int] = {}
+        self.counts: dict[tuple[int, int], int] = {}
         self.waits: deque[_Wait] = deque()
         self.owed: set[_Goal] = set()
         self.seen_s = 0.0
-        # With the number of waits for posts before it, and of waits of either kind.
-        self._marks: deque[tuple[Any, int, int]] = deque()
-        self._num_waits = 0
-        self._num_put = self._num_marked = self._num_done = 0
-        self._marked = 0.0
-        self._progress = 0.0
-        self._is_idle = True
+        self._marks: deque[_Mark] = deque()
+        self._num_waits = self._num_put = self._num_marked = self._num_done = 0
+        self._marked_s = self._put_s = self._progress_s = 0.0
 
-    def record(self) -> Any:
-        """Let the event stand behind everything so far; return a mark if one is due, or None."""
-        is_due = self._num_put - self._num_marked >= _MARK_WAITS - 1
-        if not is_due and time.monotonic() - self._marked <= _MARK_S:
-            (code,) = cu.cuEventRecord(self.last, self._stream)
-            if not code:
-                return None  # or another context is current in this thread, or none
+    def mark(self) -> Any:
+        """Put an event on the stream if one is due behind the wait that was put there just now."""
+        is_due = self._num_put + 1 - self._num_marked >= _MARK_WAITS
+        if not is_due and time.monotonic() - self._marked_s <= _MARK_S:
+            return None
         with self._driver.current():
-            check("cuEventRecord", cu.cuEventRecord(self.last, self._stream))
-            mark = _new_event()
-            check("cuEventRecord", cu.cuEventRecord(mark, self._stream))
-        self._marked = time.monotonic()
-        return mark
+            event = _new_event()
+            check("cuEventRecord", cu.cuEventRecord(event, self._stream))
+        self._marked_s = time.monotonic()
+        return event
 
-    def noted(self, mark: Any, wait: _Wait | None) -> None:
-        """Note what was recorded. Not before: the event would still stand for what was done."""
-        if self._is_idle:
-            self._is_idle = False
-            self._moved()
-        if wait is not None:
-            self.waits.append(wait)
-            self._num_waits += 1
+    def noted(self, event: Any) -> None:
+        """Note a wait, with the event behind it, or None."""
+        self._put_s = time.monotonic()
         self._num_put += 1
-        if mark is not None:
+        if event is not None:
             self._num_marked = self._num_put
-            self._marks.append((mark, self._num_waits, self._num_put))
+            self._marks.append(_Mark(event, self._num_put, len(self.waits), self._put_s))
 
     @property
     def num_ahead(self) -> int:
@@ -336,29 +355,40 @@ class Queue:
 
     def catch_up(self) -> None:
         """See how far the stream has come."""
-        while self._marks and _is_done(self._marks[0][0]):
-            mark, num_waits, self._num_done = self._marks.popleft()
-            check("cuEventDestroy", cu.cuEventDestroy(mark))
-            while len(self.waits) > self._num_waits - num_waits:
+        while self._marks and _is_done(self._marks[0].event):
+            mark = self._marks.popleft()
+            check("cuEventDestroy", cu.cuEventDestroy(mark.event))
+            self._num_done = mark.num_put
+            for _ in range(mark.num_waits):
                 self.waits.popleft()
-            self._moved()
+            for later in self._marks:
+                later.num_waits -= mark.num_waits
+            self._progress_s, self.seen_s = time.monotonic(), 0.0
+            self.owed.clear()
 
     def stuck_s(self) -> float:
-        """Seconds since the stream was last seen to have come any further."""
+        """How long the stream may have been waiting, in seconds; 0 if it is through all waits."""
         self.catch_up()
-        if _is_done(self.last):
-            self._is_idle = True
-            self.waits.clear()
-        return 0.0 if self._is_idle else time.monotonic() - self._progress
-
-    def _moved(self) -> None:
-        self._progress, self.seen_s = time.monotonic(), 0.0
-        self.owed.clear()
+        if self._num_done == self._num_put:
+            return 0.0
+        # It cannot wait for longer than what it may be waiting at has been there.
+        put_s = self._marks[0].put_s if self._marks else self._put_s
+        return time.monotonic() - max(put_s, self._progress_s)
 
     def close(self) -> None:
         """Give the events back."""
-        for event in (self.last, *(mark for mark, _, _ in self._marks)):
-            check("cuEventDestroy", cu.cuEventDestroy(event))
+        for mark in self._marks:
+            check("cuEventDestroy", cu.cuEventDestroy(mark.event))
+
+
+@dataclass
+class _Mark:
+    """An event, and how many waits came before it: in all, and of those for posts that are kept."""
+
+    event: Any
+    num_put: int
+    num_waits: int
+    put_s: float
 
 
 def _new_event() -> Any:
