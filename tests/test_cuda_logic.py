@@ -23,6 +23,11 @@ def test_every_call(ranks: Ranks, through_host: bool, captured: bool) -> None:
 
 
 @HERE
+def test_what_a_graph_has_captured_stays(ranks: Ranks) -> None:
+    ranks.run("bodies.cuda_logic:grown")
+
+
+@HERE
 @pytest.mark.parametrize("through_host", [False, True])
 def test_every_reduction(ranks: Ranks, through_host: bool) -> None:
     ranks.run("bodies.cuda_logic:every_reduction", through_host=through_host)

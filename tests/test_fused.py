@@ -11,7 +11,6 @@ import torch
 from harness import Ranks
 from tpspan.distributed import fused
 from tpspan.distributed.fused import (
-    GATHER_NBYTES,
     LL_NBYTES,
     ODD_GATHER_NBYTES,
     Fused,
@@ -96,9 +95,9 @@ def test_the_way_follows_from_what_ranks_have_in_common(played: Fused) -> None:
             (f"launch plan_{way}_gather", 3),
         ]
         noted.clear()
-    served = (1, ODD_GATHER_NBYTES - 1, ODD_GATHER_NBYTES + 16, GATHER_NBYTES)
+    served = (1, ODD_GATHER_NBYTES - 1, ODD_GATHER_NBYTES + 16, 1 << 34)
     assert all(played.serves_gather(nbytes) for nbytes in served)
-    refused = (0, ODD_GATHER_NBYTES + 1, GATHER_NBYTES + 1, GATHER_NBYTES + 16)
+    refused = (0, ODD_GATHER_NBYTES + 1, (1 << 34) + 1)
     assert not any(played.serves_gather(nbytes) for nbytes in refused)
 
 

@@ -38,6 +38,30 @@ def every_reduction(world: World, through_host: bool) -> None:
         distributed.every_reduction(world)
 
 
+def grown(world: World) -> None:
+    """Buffers that a graph has captured stay where they are when others are made for large calls."""
+    with played(through_host=False, captured=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffers, "_LARGEST_NBYTES", 16 << 20)
+        made = buffers.Buffers(world)
+        data = (ctypes.c_uint8 * 64)(*range(64))
+        seen: list[int] = []
+        for nbytes in (4 << 20, 8 << 20, 16 << 20):
+            made.capturing = nbytes != 8 << 20
+            first = made.stage(ctypes.addressof(data), 64, 0)
+            if made.capturing:
+                seen += [made.staged(first, rank) for rank in range(made.world_size)]
+            made.capturing = False
+            world.control.barrier()
+            made.fit(nbytes)
+            assert made.nbytes == nbytes
+        world.control.barrier()
+        for address in seen:
+            assert ctypes.string_at(address, 64) == bytes(data)
+        assert len(made._kept) == 2, "what no graph knows was closed"
+        world.control.barrier()
+        made.close()
+
+
 @contextmanager
 def played(*, through_host: bool, captured: bool) -> Iterator[None]:
     """Let the host backend's groups use the GPU engine."""

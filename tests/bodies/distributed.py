@@ -510,6 +510,12 @@ def replayed(world: World, num_replays: int) -> None:
                 wrong += (sent != size - 1 + turn).sum() + (largest != size - 1 + turn).sum()
                 if turn % 10 == 3:
                     dist.all_reduce(torch.ones(5000, device=device), group=group)
+                if turn == 7:  # for which the buffers grow: the graph goes on in the old ones
+                    large = torch.full((3 << 20,), group.rank, device=device)
+                    largest_of_all = torch.empty(size * (3 << 20), device=device)
+                    dist.all_gather_into_tensor(largest_of_all, large, group)
+                    wrong += (largest_of_all.view(size, -1) != ranks).sum()
+                    del large, largest_of_all
             torch.cuda.synchronize()
             assert float(wrong) == 0
             world.control.barrier()

@@ -189,7 +189,7 @@ def far_ahead(world: World, is_guarded: bool) -> int:
     wrong, num = 0, NUM_HEADERS + 30
     with played(world, 20.0) as (inner, streams), pytest.MonkeyPatch.context() as patch:
         # As where every rank has a GPU of its own: there kernels wait, as many as fit.
-        patch.setattr(stream_watch, "MOST_AHEAD", 10 * num)
+        patch.setattr(stream_watch, "ROOM", 100 * num)
         if not is_guarded:
             patch.setattr(handoff_mapped, "NUM_HEADERS", 10 * num)
         with Handoff(inner, 0, 1, 4 * _NUMEL) as handoff:

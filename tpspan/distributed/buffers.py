@@ -68,6 +68,8 @@ class Buffers:
         self._signals = Signals.of(world)
         self._slots = (self._signals.acquire(), self._signals.acquire())
         self._turn = 0
+        self._is_in_graphs = False
+        self._kept: list[Span | Pages] = []
         self._memory: Span | Pages
         self._allocate(HOST_NBYTES if on_host else _SMALLEST_NBYTES)
 
@@ -80,7 +82,9 @@ class Buffers:
     def take(self, half: int = 0) -> int:
         """The address of rank 0's next buffer; with ``half=1`` of the second half of the last."""
         buffer = _CAPTURED
-        if not self.capturing:
+        if self.capturing:
+            self._is_in_graphs = True
+        else:
             if not half:
                 self._turn = 1 - self._turn
             buffer = self._turn
@@ -126,12 +130,19 @@ class Buffers:
         return [(at, min(nbytes - at, limit)) for at in range(0, max(nbytes, 1), limit)]
 
     def fit(self, nbytes: int) -> None:
-        """Grow for calls of this size, within bounds and not in a capture. Collective."""
+        """Grow for calls of this size, within bounds and not in a capture. Collective.
+
+        What graphs have captured stays where it is until ``close``.
+        """
         is_fixed = self.on_host or self.capturing
         if is_fixed or nbytes <= self.nbytes or self.nbytes == _LARGEST_NBYTES:
             return
         torch.cuda.synchronize(self._world.device)
-        self._memory.close()
+        if self._is_in_graphs:  # on all ranks or on none
+            self._kept.append(self._memory)
+            self._is_in_graphs = False
+        else:
+            self._memory.close()
         self._allocate(min(1 << (nbytes - 1).bit_length(), _LARGEST_NBYTES))
 
     def view(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -145,11 +156,12 @@ class Buffers:
         """Unmap; waits for no other rank."""
         with contextlib.suppress(Exception):
             torch.cuda.synchronize(self._world.device)
-        with contextlib.suppress(Exception):
-            if isinstance(self._memory, Span):
-                self._memory.close(force=True)
-            else:
-                self._memory.close()
+        for memory in (self._memory, *self._kept):
+            with contextlib.suppress(Exception):
+                if isinstance(memory, Span):
+                    memory.close(force=True)
+                else:
+                    memory.close()
 
     def _is_staged(self, address: int) -> bool:
         return 0 <= address - self._range.address < self._range.nbytes

@@ -145,16 +145,16 @@ class CudaGroup:
         self._journal.note(words(Operation.ALL_GATHER, piece.dtype, nbytes))
         stream = _stream(self._index)
         source, target, size = piece.data_ptr(), output.data_ptr(), self.world_size
+        ahead = self._ahead_for(nbytes)
+        if ahead is not None:
+            self._gather_ahead(ahead, target, source, nbytes)
+            return
         if self._fused is not None and self._fused.serves_gather(nbytes):
             self._fused.gather(target, source, nbytes, stream)
             counts.count("all_gather: fused")
             return
         own = target + self.rank * nbytes
         buffers = self._buffers_for(nbytes * size)
-        ahead = self._ahead_for(nbytes)
-        if ahead is not None:
-            self._gather_ahead(ahead, target, source, nbytes)
-            return
         is_large = self.world.shares_device and nbytes >= _ENGINE_NBYTES
         by_engine = buffers.on_host or is_large
         buffers.fit(nbytes)

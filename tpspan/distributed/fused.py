@@ -45,9 +45,6 @@ NO_LIMIT = 1 << 62
 # All of a rank. With words up to here: they are twice the bytes, but save a meeting. Two ranks sum
 # 128 KiB in 4.7 us instead of 6.1; with more ranks the bytes count more.
 LL_NBYTES = 128 << 10
-# Of each rank; what is larger is staged ahead and pulled by copy engine. Two ranks gather 64 MiB in
-# 134 µs here, but 256 MiB in 506, where one copy across the link takes 363.
-GATHER_NBYTES = 32 << 20
 # If it is no multiple of 16, targets of most ranks cannot be written in whole vectors.
 ODD_GATHER_NBYTES = 2 << 20
 # Everybody reads everything: of two ranks that is as much as a sum in two steps moves.
@@ -128,7 +125,7 @@ class Fused:
 
     def serves_gather(self, nbytes: int) -> bool:
         """Whether a gather of so many bytes of each rank is made here."""
-        return 0 < nbytes <= (ODD_GATHER_NBYTES if nbytes % _ALIGNMENT else GATHER_NBYTES)
+        return nbytes > 0 and (not nbytes % _ALIGNMENT or nbytes <= ODD_GATHER_NBYTES)
 
     def serves_sum(self, nbytes: int, dtype: torch.dtype) -> bool:
         """Whether a sum of vectors of so many bytes is made here."""

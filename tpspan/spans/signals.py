@@ -121,8 +121,8 @@ class Signals:
 
         On the host backend the caller itself is held. On CUDA the host goes on at once; a wait that
         runs out of time releases the stream, and ``check`` says so. On a GPU that ranks share the
-        host is held if it is 64 waits ahead of the stream, and a barrier in a replayed graph is
-        watched only if a barrier or a wait outside follows it.
+        host is held if it is far ahead of the stream (``stream_watch.ROOM``), and a barrier in a
+        replayed graph is watched only if a barrier or a wait outside follows it.
 
         Raises:
             PeerError: an earlier wait ran out of time.

@@ -125,7 +125,10 @@ class StreamOps:
     def _barrier(self, slot: int) -> list[_Operation]:
         words = self._words
         coming = (_WRITE, words.arrived(slot, words.rank), 0, 0)
-        return [coming] + [(_WAIT, words.arrived(slot, p), 0, _AT_LEAST) for p in words.peers]
+        # The GPU goes round the ranks: who comes last is the left neighbour. A stream that waits
+        # for it first is not gone to before it can go on.
+        peers = reversed(words.peers)
+        return [coming] + [(_WAIT, words.arrived(slot, p), 0, _AT_LEAST) for p in peers]
 
     def _captured_barrier(self, slot: int) -> list[_Operation]:
         flag, rank, peers = self._words.flag, self._words.rank, self._words.peers

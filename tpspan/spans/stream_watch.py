@@ -7,12 +7,13 @@ word is moved. A stream that was busy that long with something else, and now wai
 is a little behind, is not late. Words that were moved say nothing true any more, and let the
 streams of others through that have not waited as long.
 
-All that needs the driver. It has room for about a thousand launches on a stream, and a thread that
-waits inside for more can keep others from looking at words. So a host is never ahead of a stream by
-more than ``MOST_AHEAD`` waits: it is held outside, where it can be told. What else a program
-launches between two waits can still fill the stream, or wait inside for another reason (the first
-launch of a kernel loads it, once the device is idle). If the thread itself is held there for longer
-than a look at the words may take, nothing can be told any more, and the job is ended.
+All that needs the driver. It has room for a thousand launches and operations on a stream, and a
+thread that waits inside for more can keep others from looking at words and events. So a host is
+never ahead of a stream by more than ``ROOM`` operations of waits: it is held outside, where it can
+be told. What else a program launches between two waits can still fill the stream, or wait inside
+for another reason (the first launch of a kernel loads it, once the device is idle). If the thread
+that looks is held there for longer than a stream may wait, nothing can be told any more, and a
+second thread ends the job.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from tpspan.kernels.board import COUNT_MASK, has_arrived
 from tpspan.memory.cuda import CudaDriver, check
 from tpspan.spans.stream_words import FREE, SET, StreamWords
 
-MOST_AHEAD = 64
-"""Waits by which a host may be ahead of a stream; with four ranks each takes 5 of 1024 places."""
+ROOM = 512
+"""Operations of waits by which a host may be ahead of a stream, one for each rank in a barrier."""
 _LOOK_S = 0.1
 _MARK_S = 0.5
 _MARK_WAITS = 16
@@ -76,7 +77,9 @@ class StreamWatch:
         self._end_job = end_job
         self._queues: dict[int, Queue] = {}
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._most_ahead = ROOM // words.world_size
+        self._looks_since_s = 0.0
+        self._threads: list[threading.Thread] = []
 
     def queue(self, stream: int) -> Queue:
         """The books of a stream, begun at the first call."""
@@ -92,13 +95,13 @@ class StreamWatch:
         Raises:
             PeerError: a wait ran out of time.
         """
-        if queue.num_ahead < MOST_AHEAD:
+        if queue.num_ahead < self._most_ahead:
             return
         with self._beside_captures():
             while True:
                 with self.lock:
                     queue.catch_up()
-                if queue.num_ahead < MOST_AHEAD:
+                if queue.num_ahead < self._most_ahead:
                     return
                 if not self._words.is_well():
                     missing = sorted(self._words.told()[0])
@@ -123,11 +126,12 @@ class StreamWatch:
         self._begin()
 
     def _begin(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._watch, name="tpspan-stream-watch", daemon=True
-            )
-            self._thread.start()
+        if self._threads:
+            return
+        for target, name in ((self._watch, "tpspan-stream-watch"), (self._guard, "tpspan-guard")):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def close(self) -> None:
         """Wait for what still waits (at its deadline that ends), then stop.
@@ -143,8 +147,8 @@ class StreamWatch:
                     break
                 time.sleep(0.001)
             self._stop.set()
-            if self._thread is not None:
-                self._thread.join()
+            for thread in self._threads:
+                thread.join()
             if waits:
                 what = "a stream with a barrier in it does not come to rest"
                 raise PeerError([self._words.rank], what)
@@ -170,27 +174,29 @@ class StreamWatch:
     def _watch(self) -> None:
         with self._beside_captures():
             while not self._stop.wait(_LOOK_S):
+                self._looks_since_s = time.monotonic()
                 with self.lock:
                     queues = tuple(self._queues.values())
                     stuck = [queue for queue in queues if queue.stuck_s() > self._timeout_s / 2]
                 for queue in stuck:
-                    # Events can be asked for at any time; what a look does may wait in the driver.
-                    held = threading.Timer(self._timeout_s / 2 + 2 * _PATIENCE_S, self._give_up)
-                    held.daemon = True
-                    held.start()
                     with contextlib.suppress(TimeoutError):  # the next look tries again
                         self._look_at(queue)
-                    held.cancel()
+                self._looks_since_s = 0.0
 
-    def _give_up(self) -> None:
-        self._end_job(
-            TpspanError(
-                f"rank {self._words.rank}: a stream waits for other ranks for longer than "
-                f"{self._timeout_s:g} s, and a launch behind it that waits in the driver (for room "
-                "on the stream, or to load a kernel) keeps anybody from seeing for whom: the job "
-                "is ended"
-            )
-        )
+    def _guard(self) -> None:
+        """See whether the watch comes back from the driver; this thread never goes there."""
+        longest_s = self._timeout_s + 2 * _PATIENCE_S
+        while not self._stop.wait(_LOOK_S):
+            since_s = self._looks_since_s
+            if since_s and time.monotonic() - since_s > longest_s:
+                self._end_job(
+                    TpspanError(
+                        f"rank {self._words.rank}: a launch has waited in the driver for "
+                        f"{longest_s:.0f} s, most likely for a stream that waits for other ranks, "
+                        "and keeps anybody from seeing for whom: the job is ended"
+                    )
+                )
+                return
 
     def _look_at(self, queue: Queue) -> None:
         """Every half of the time allowed, see whom the stream waits for that it waited for then."""
