@@ -39,7 +39,7 @@ def every_reduction(world: World, through_host: bool) -> None:
 
 
 def grown(world: World) -> None:
-    """Buffers that a graph has captured stay where they are when others are made for large calls."""
+    """Buffers that a graph has captured stay where they are when larger ones are made."""
     with played(through_host=False, captured=False), pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffers, "_LARGEST_NBYTES", 16 << 20)
         made = buffers.Buffers(world)
