@@ -33,7 +33,7 @@ from tpspan.kernels.board import COUNT_MASK, has_arrived
 from tpspan.memory.cuda import CudaDriver, check
 from tpspan.spans.stream_words import FREE, SET, StreamWords
 
-ROOM = 512
+ROOM = 256
 """Operations of waits by which a host may be ahead of a stream, one for each rank in a barrier."""
 _LOOK_S = 0.1
 _MARK_S = 0.5
