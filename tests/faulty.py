@@ -70,6 +70,7 @@ class FaultyDriver:
         self._fail_count = 0
         self._delays: dict[str, float] = {}
         self._inside = 0
+        self._before: dict[str, Any] = {}
         self._handles: set[int] = set()
         self._mapped: dict[int, int] = {}
         self._reserved: dict[int, int] = {}
@@ -101,6 +102,8 @@ class FaultyDriver:
         return [call for call in self.calls if call.name == name]
 
     def __enter__(self) -> Self:
+        own = vars(self.driver)
+        self._before = {name: own[name] for name in _EFFECTS if name in own}
         for name in _EFFECTS:
             original = getattr(self.driver, name)
             setattr(self.driver, name, functools.partial(self._perform, name, original))
@@ -114,6 +117,7 @@ class FaultyDriver:
     ) -> None:
         for name in _EFFECTS:
             delattr(self.driver, name)
+        vars(self.driver).update(self._before)
 
     def _perform(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not ADDRESS_SPACE_LOCK._is_owned():  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ def test_data_follow_the_blocks(ranks: Ranks, body: str) -> None:
 @pytest.mark.ranks()
 def test_a_new_block_comes_in_and_the_old_goes_out(ranks: Ranks) -> None:
     ranks.run("bodies.remap:replaced", owner=ranks.size - 1)
+    ranks.run("bodies.remap:replaced_at_once", owner=ranks.size - 1)
 
 
 @pytest.mark.ranks()

@@ -37,20 +37,28 @@ def test_new_block_with_every_driver_call_failing(ranks: Ranks) -> None:
 
 @ONE_LAUNCHER
 @pytest.mark.parametrize("view", [False, True], ids=["gathered", "gathered and local"])
-@pytest.mark.parametrize("operation", ["remap", "swap", "remap_many"])
+@pytest.mark.parametrize("operation", ["remap", "remap at once", "swap", "remap_many"])
 def test_remaps_with_every_driver_call_failing(ranks: Ranks, operation: str, view: bool) -> None:
     """Invariant 4: the old mapping and its data stay."""
     num_failed = ranks.run(
         "bodies.failures:remap", victim=ranks.size - 1, operation=operation, view=view
     )[0]
-    assert num_failed >= 3, "unmap, map and protect"
+    if ranks.config.backend == "cuda" and operation in ("remap", "remap at once"):
+        assert num_failed >= 1, "all in one"
+    else:
+        # In a step of its own, and each of the three in it.
+        least = 4 if operation == "remap at once" else 3
+        assert num_failed >= least, "unmap, map and protect"
 
 
 @ONE_LAUNCHER
 @pytest.mark.parametrize("view", [False, True], ids=["gathered", "gathered and local"])
-def test_a_mapping_is_lost_when_even_the_undo_fails(ranks: Ranks, view: bool) -> None:
+@pytest.mark.parametrize("operation", ["remap", "swap"])
+def test_a_mapping_is_lost_when_even_the_undo_fails(
+    ranks: Ranks, operation: str, view: bool
+) -> None:
     """Never silent, never half: that rank says so from then on, and the others name it."""
-    ranks.run("bodies.failures:lost_mapping", victim=0, view=view)
+    ranks.run("bodies.failures:lost_mapping", victim=0, operation=operation, view=view)
 
 
 @ONE_LAUNCHER

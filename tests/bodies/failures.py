@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from bodies.common import failure, fill, gather, holds, meet, raw, trim
-from bodies.remap import mark, striped, value_at
+from bodies.remap import mark, one_step, striped, value_at
 from drivers import open_descriptors
 from faulty import NOTHING, FaultyDriver
 from tpspan.errors import ClosedError, CollectiveMismatch, DriverError, OutOfMemoryError, PeerError
@@ -146,7 +147,10 @@ def new_block(world: World, victim: int) -> int:
 def remap(world: World, victim: int, operation: str, view: bool) -> int:
     """The old mapping and its data stay, on the failing rank and on those that had succeeded."""
     trim(world)
-    with striped(world) as span:
+    with contextlib.ExitStack() as stack:
+        if operation == "remap at once":
+            stack.enter_context(one_step(world))
+        span = stack.enter_context(striped(world))
         mark(span)
         held = [span.local] if view else []
         before = span.blocks
@@ -155,7 +159,7 @@ def remap(world: World, victim: int, operation: str, view: bool) -> int:
 
         def change() -> None:
             fence = span.fence()
-            if operation == "remap":
+            if operation in ("remap", "remap at once"):
                 span.remap(PAGE, block, after=fence)
             elif operation == "swap":
                 span.swap(0, (count - 1) * PAGE, after=fence)
@@ -183,7 +187,7 @@ def remap(world: World, victim: int, operation: str, view: bool) -> int:
     return num_failed
 
 
-def lost_mapping(world: World, victim: int, view: bool) -> None:
+def lost_mapping(world: World, victim: int, operation: str, view: bool) -> None:
     """Where not even the undo works, the span says so on that rank and can only be closed."""
     for nth in (1, 2, 3):
         trim(world)
@@ -191,10 +195,13 @@ def lost_mapping(world: World, victim: int, view: bool) -> None:
         mark(span)
         local = span.local if view else None
         del local
+        change, other = (
+            (span.swap, PAGE) if operation == "swap" else (span.remap, span.new_block(0, PAGE))
+        )
         with FaultyDriver(world.driver) as watch:
             if world.rank == victim:
                 watch.fail(nth, count=100)
-            error = failure(span.swap, 0, PAGE, after=span.fence())
+            error = failure(change, 0, other, after=span.fence())
             check_all_raised(world, victim, error)
         again = failure(span.swap, 0, PAGE, after=SteadyFence(span))
         if world.rank == victim:

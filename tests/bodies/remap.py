@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +76,31 @@ def swapped(world: World) -> None:
         assert span.blocks == before
         meet(span)
         del own
+
+
+@contextlib.contextmanager
+def one_step(world: World) -> Iterator[None]:
+    """Let the host's driver replace a mapping as CUDA's does; what fails in between shows."""
+    driver: Any = world.driver
+
+    def replace(address: int, nbytes: int, handle: int, right: Right) -> bool:
+        driver.unmap(address, nbytes)
+        driver.map(address, nbytes, handle)
+        driver.protect(address, nbytes, right)
+        return True
+
+    if world.backend == "host":
+        driver.replace = replace
+    try:
+        yield
+    finally:
+        vars(driver).pop("replace", None)
+
+
+def replaced_at_once(world: World, owner: int) -> None:
+    """The same where the driver has one step for it."""
+    with one_step(world):
+        replaced(world, owner)
 
 
 def replaced(world: World, owner: int) -> None:
