@@ -12,37 +12,35 @@ from __future__ import annotations
 from tpspan.kernels import atomics
 
 
-@atomics.compiled(f"UniTuple(int32, 3)({', '.join(['int64'] * 9)})")
+@atomics.compiled(f"UniTuple(int32, 2)({', '.join(['int64'] * 8)})")
 def remap(
     unmap: int,
     map_: int,
     set_access: int,
     address: int,
     nbytes: int,
-    old: int,
-    new: int,
+    handle: int,
     access: int,
     num_access: int,
-) -> tuple[int, int, int]:
+) -> tuple[int, int]:
     """Put other memory where some is mapped, with access to it.
 
     Args:
         unmap, map_, set_access: addresses of ``cuMemUnmap``, ``cuMemMap`` and ``cuMemSetAccess``.
         address, nbytes: of the mapping.
-        old, new: handles of memory of that size.
+        handle: memory of that size.
         access, num_access: where ``CUmemAccessDesc`` lie, and how many.
 
     Returns:
-        How many of the three were done; what the one that was not returned, or 0; and whether the
-        old memory is mapped, which without access it is if the new one could not be.
+        How many of the three were done, and what the one that was not returned, or 0.
     """
     code = atomics.call(unmap, (address, nbytes))
     if code != 0:
-        return 0, code, 1
-    code = atomics.call(map_, (address, nbytes, 0, new, 0))
+        return 0, code
+    code = atomics.call(map_, (address, nbytes, 0, handle, 0))
     if code != 0:
-        return 1, code, atomics.call(map_, (address, nbytes, 0, old, 0)) == 0
+        return 1, code
     code = atomics.call(set_access, (address, nbytes, access, num_access))
     if code != 0:
-        return 2, code, 0
-    return 3, 0, 0
+        return 2, code
+    return 3, 0

@@ -136,7 +136,7 @@ class CudaDriver:
             ``replace`` does nothing. Who only attaches to what others publish need not wait for it.
     """
 
-    remap: Callable[..., tuple[int, int, int]] | None = None
+    remap: Callable[..., tuple[int, int]] | None = None
 
     name = "cuda"
     page_nbytes = PAGE_NBYTES
@@ -168,7 +168,6 @@ class CudaDriver:
         self._remap_calls = tuple(
             ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _REMAP
         )
-        self._handles: dict[int, int] = {}  # by address
         self._blocks: dict[int, _Memory] = {}
         self._mapped: dict[int, _Memory] = {}
         granularity = check(
@@ -229,14 +228,16 @@ class CudaDriver:
             nbytes=nbytes,
         )
         self._mapped[address] = block
-        self._handles[address] = handle
 
     def unmap(self, address: int, nbytes: int) -> None:
         block = self._mapped.get(address)
         if block is None or block.nbytes != nbytes:  # the driver would take several at once
             self._refuse("cuMemUnmap", address=address, nbytes=nbytes)
         check("cuMemUnmap", cu.cuMemUnmap(address, nbytes), address=address, nbytes=nbytes)
-        del self._mapped[address], self._handles[address]
+        del self._mapped[address]
+
+    def is_mapped(self, address: int) -> bool:
+        return address in self._mapped
 
     def protect(self, address: int, nbytes: int, right: Right) -> None:
         block = self._mapped.get(address)
@@ -262,12 +263,12 @@ class CudaDriver:
             self._refuse("cuMemMap", address=address, nbytes=nbytes, block_nbytes=block.nbytes)
         (access,) = self._accesses[right, False]
         unmap, map_, protect = self._remap_calls
-        old, at = self._handles[address], access.getPtr()
-        done, code, is_back = self.remap(unmap, map_, protect, address, nbytes, old, handle, at, 1)
+        at = access.getPtr()
+        done, code = self.remap(unmap, map_, protect, address, nbytes, handle, at, 1)
         if done > 1:
-            self._mapped[address], self._handles[address] = block, handle
-        elif done and not is_back:
-            del self._mapped[address], self._handles[address]
+            self._mapped[address] = block
+        elif done:
+            del self._mapped[address]
         if code:
             check(_REMAP[done], (cu.CUresult(code),), address=address, nbytes=nbytes)
         return True

@@ -65,6 +65,9 @@ class Driver(Protocol):
     def unmap(self, address: int, nbytes: int) -> None:
         """Undo exactly one ``map``; not ordered with streams, so wait for a fence first."""
 
+    def is_mapped(self, address: int) -> bool:
+        """Whether a mapping begins at an address."""
+
     def protect(self, address: int, nbytes: int, right: Right) -> None:
         """Set the right of a range of whole mappings that follow each other without a gap."""
 
@@ -78,7 +81,8 @@ class Driver(Protocol):
     def replace(self, address: int, nbytes: int, handle: int, right: Right) -> bool:
         """Put the memory of ``handle`` where a whole mapping is, with a right.
 
-        On failure the old memory, the new or none is mapped there, without a right.
+        On failure the old memory, the new or none is mapped there, perhaps without a right:
+        ``is_mapped`` tells.
 
         Returns:
             False, and nothing is done, where there is no quicker way than to unmap and map.

@@ -156,6 +156,9 @@ class HostDriver:
         self._mmap(address, nbytes, fixed=True, nbytes=nbytes)
         self._mapped.remove(address)
 
+    def is_mapped(self, address: int) -> bool:
+        return self._mapped.size_at(address) is not None
+
     def protect(self, address: int, nbytes: int, right: Right) -> None:
         at = address
         while at < address + nbytes:

@@ -56,9 +56,12 @@ class Mapping:
             return
         with ADDRESS_SPACE_LOCK:
             self.block.driver.unmap(self.address, self.nbytes)
-            self._is_closed = True
-            self.block._num_mappings -= 1
-            del self.reservation._mappings[self.offset_bytes]
+            self._forget()
+
+    def _forget(self) -> None:
+        self._is_closed = True
+        self.block._num_mappings -= 1
+        del self.reservation._mappings[self.offset_bytes]
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else self._right.value
@@ -171,6 +174,8 @@ class Reservation:
                 if not self.driver.replace(address, nbytes, block.handle, right):
                     return False
             except DriverError:
+                if not self.driver.is_mapped(address):
+                    mapping._forget()
                 with contextlib.suppress(DriverError):
                     mapping.close()
                 raise
