@@ -68,6 +68,25 @@ def test_a_job_whose_driver_lets_nobody_look_is_ended(ranks: Ranks) -> None:
 
 
 @HERE
+@pytest.mark.parametrize(
+    "body",
+    ["slot_of_two_streams", "replayed_beside", "behind_a_graph", "posted_after_all", "many_stuck"],
+)
+def test_streams_beside_each_other(ranks: Ranks, body: str) -> None:
+    ranks.run(f"bodies.stream_logic:{body}")
+
+
+@HERE
+def test_what_comes_behind_puts_no_deadline_off(ranks: Ranks) -> None:
+    ranks.run("bodies.stream_logic:late_by")
+
+
+@pytest.mark.ranks(3, 4, backends=("host",), launchers=("mpirun",))
+def test_who_waits_for_another_is_not_late(ranks: Ranks) -> None:
+    ranks.run("bodies.stream_logic:who_is_late")
+
+
+@HERE
 def test_a_stream_that_is_busy_is_left_alone(ranks: Ranks) -> None:
     ranks.run("bodies.stream_logic:busy")
 

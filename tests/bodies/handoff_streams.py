@@ -26,7 +26,7 @@ from tpspan.parallel import handoff_mapped, handoff_parts
 from tpspan.parallel.headers import NUM_HEADERS
 from tpspan.parallel.link import Link
 from tpspan.parallel.side import Side
-from tpspan.spans import Signals, signals, stream_ops, stream_watch
+from tpspan.spans import Signals, signals, stream_ops, stream_queue, stream_watch
 from tpspan.spans.fence import StreamsInUse
 from tpspan.spans.pages import Pages
 from tpspan.spans.signals import num_slots
@@ -66,7 +66,6 @@ def played(world: World, timeout_s: float) -> Iterator[tuple[World, PlayedStream
         cuEventQuery=streams.query,
         cuEventDestroy=lambda event: (0,),
         cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
-        cuCtxSynchronize=streams.rest,
     )
     library = SimpleNamespace(cuStreamBatchMemOp_v2=_Function(streams.batch))
 
@@ -84,6 +83,7 @@ def played(world: World, timeout_s: float) -> Iterator[tuple[World, PlayedStream
     inner.timeout_s = timeout_s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream_watch, "cu", asked)
+        patch.setattr(stream_queue, "cu", asked)
         patch.setattr(stream_watch, "_LOOK_S", 0.02)
         patch.setattr(signals, "HostOps", make_ops)
         patch.setattr(handoff_parts, "streams_wait", lambda world: True)

@@ -96,8 +96,12 @@ class StreamOps:
         if batch is None:
             place = self._words.posted(slot, peer, self._words.rank)
             batch = self._keep((slot, peer, "post"), [(_WRITE, place, 0, 0)])
-        with batch.order:
-            self._submit_next(stream, batch)
+        queue = self._watch.queue(stream)
+        with queue.order:
+            self._watch.make_room(queue)
+            with batch.order:
+                self._submit_next(stream, batch)
+                self._watch.note_post(queue)
 
     def wait(self, slot: int, peer: int, stream: int) -> None:
         batch = self._batches.get((slot, peer, "wait"))
