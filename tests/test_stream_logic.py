@@ -13,7 +13,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
 from tpspan.kernels.board import LINE_NBYTES, counter_address, num_slots
 from tpspan.spans.stream_words import StreamWords
 
-HERE = pytest.mark.ranks(2, 3, 4, backends=("host",), launchers=("mpirun",))
+HERE = pytest.mark.ranks(2, 3, backends=("host",), launchers=("mpirun",))
 
 
 @HERE
@@ -81,7 +81,7 @@ def test_what_comes_behind_puts_no_deadline_off(ranks: Ranks) -> None:
     ranks.run("bodies.stream_logic:late_by")
 
 
-@pytest.mark.ranks(3, 4, backends=("host",), launchers=("mpirun",))
+@pytest.mark.ranks(3, backends=("host",), launchers=("mpirun",))
 def test_who_waits_for_another_is_not_late(ranks: Ranks) -> None:
     ranks.run("bodies.stream_logic:who_is_late")
 
