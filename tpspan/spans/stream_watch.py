@@ -200,12 +200,13 @@ class StreamWatch:
                 with self.lock:
                     queues = tuple(self._queues.values())
                 ahead = self._ahead(queues)
+                with self.lock:
+                    stuck = [queue for queue in ahead if queue.stuck_s() > self._timeout_s / 2]
                 pause_s = _LOOK_S
                 with contextlib.suppress(TimeoutError):  # the next look tries again
-                    for queue in ahead:
+                    for queue in stuck:
                         self._num_steps += 2
-                        if queue.stuck_s() > self._timeout_s / 2:
-                            self._look_at(queue)
+                        self._look_at(queue)
                     self._num_steps += 2
                     if not self._words.is_well() and self._move(ahead):
                         pause_s = _MOVE_S
