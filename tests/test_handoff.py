@@ -58,10 +58,9 @@ def test_a_block_that_is_being_read_is_not_written(ranks: Ranks, mode: str) -> N
 
 
 @PAIR
-@pytest.mark.parametrize("num", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_a_fixed_address_stays_for_ever(ranks: Ranks, num: int) -> None:
-    found = ranks.run("bodies.handoff:fixed", num=num)
-    assert found == [{"wrong": 0, "num": num, "copied": 0}] * 2
+def test_a_fixed_address_stays_for_ever(ranks: Ranks) -> None:
+    found = ranks.run("bodies.handoff:fixed", num=10_000)
+    assert found == [{"wrong": 0, "num": 10_000, "copied": 0}] * 2
 
 
 @PAIR
@@ -137,7 +136,8 @@ def test_a_killed_peer_is_named_in_every_phase(ranks: Ranks, phase: str, victim:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_whatever_driver_call_fails_all_is_undone(ranks: Ranks, mode: str, victim: int) -> None:
     """Invariant 4."""
-    least = 4 if mode == "window" else 7
+    is_one_step = ranks.config.backend == "cuda"  # a remap
+    least = 4 if mode == "window" else 7 if is_one_step else 8
     assert (
         min(ranks.run("bodies.handoff_faults:each_driver_call", victim=victim, mode=mode)) >= least
     )

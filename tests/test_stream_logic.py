@@ -13,7 +13,8 @@ pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
 from tpspan.kernels.board import LINE_NBYTES, counter_address, num_slots
 from tpspan.spans.stream_words import StreamWords
 
-HERE = pytest.mark.ranks(2, 3, backends=("host",), launchers=("mpirun",))
+HERE = pytest.mark.ranks(2, 3, 4, backends=("host",), launchers=("mpirun",))
+FEW = pytest.mark.ranks(2, 3, backends=("host",), launchers=("mpirun",))
 
 
 @HERE
@@ -55,19 +56,19 @@ def test_a_full_stream_holds_no_other_and_has_a_deadline(ranks: Ranks) -> None:
     ranks.run("bodies.stream_logic:full")
 
 
-@HERE
+@FEW
 def test_a_host_is_never_far_ahead_of_a_stream(ranks: Ranks) -> None:
     """Invariant 9, and the driver keeps room."""
     ranks.run("bodies.stream_logic:ahead", victim=ranks.size - 1)
 
 
-@HERE
+@FEW
 def test_a_job_whose_driver_lets_nobody_look_is_ended(ranks: Ranks) -> None:
     """Invariant 9, also then."""
     ranks.run("bodies.stream_logic:held")
 
 
-@HERE
+@FEW
 @pytest.mark.parametrize(
     "body",
     ["slot_of_two_streams", "replayed_beside", "behind_a_graph", "posted_after_all", "many_stuck"],
@@ -76,7 +77,7 @@ def test_streams_beside_each_other(ranks: Ranks, body: str) -> None:
     ranks.run(f"bodies.stream_logic:{body}")
 
 
-@HERE
+@FEW
 def test_what_comes_behind_puts_no_deadline_off(ranks: Ranks) -> None:
     ranks.run("bodies.stream_logic:late_by")
 

@@ -77,7 +77,8 @@ def played(world: World, timeout_s: float) -> Iterator[tuple[World, PlayedStream
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ctypes, "CDLL", lambda name: library)
             words.close = marks.close
-            return stream_ops.StreamOps(words, driver, timeout_s, streams.ends.append)
+            watch = stream_watch.StreamWatch(words, driver, timeout_s, streams.ends.append)
+            return stream_ops.StreamOps(words, driver, watch)
 
     inner = world.subset(range(world.world_size))
     inner.timeout_s = timeout_s

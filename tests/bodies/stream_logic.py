@@ -206,7 +206,8 @@ def played(
             if on_device:
                 access = stream_words.DeviceAccess(driver)
             words = stream_words.StreamWords(pages, marks, access, inner)
-            ops = stream_ops.StreamOps(words, driver, timeout_s, streams.ends.append)
+            watch = stream_watch.StreamWatch(words, driver, timeout_s, streams.ends.append)
+            ops = stream_ops.StreamOps(words, driver, watch)
         world.control.barrier()
         try:
             yield streams, ops

@@ -30,6 +30,7 @@ from tpspan.spans.board import Board
 from tpspan.spans.host_ops import HostOps
 from tpspan.spans.pages import Pages
 from tpspan.spans.stream_ops import StreamOps
+from tpspan.spans.stream_watch import StreamWatch
 from tpspan.spans.stream_words import DeviceAccess, HostAccess, StreamWords
 
 _SLOTS_NBYTES = 1 << 20  # of each page of counters
@@ -91,7 +92,8 @@ class Signals:
                 access = HostAccess() if on_host else DeviceAccess(driver)
                 undo.callback(access.close)
                 words = StreamWords(self._pages, marks, access, world)
-                return StreamOps(words, driver, world.timeout_s, world.abort)
+                watch = StreamWatch(words, driver, world.timeout_s, world.abort)
+                return StreamOps(words, driver, watch)
 
             # The vote also holds: nobody posts before every page is mapped and cleared.
             self._ops = self.board.together("preparing signals", make)

@@ -25,10 +25,10 @@ from collections.abc import Callable
 import torch
 from cuda.bindings import driver as cu
 
-from tpspan.errors import TpspanError
 from tpspan.kernels.board import COUNT_MASK
 from tpspan.memory.closing import close_each
 from tpspan.memory.cuda import CudaDriver, check
+from tpspan.spans.stream_queue import Queue
 from tpspan.spans.stream_watch import StreamWatch
 from tpspan.spans.stream_words import FREE, SET, StreamWords
 
@@ -46,22 +46,15 @@ class StreamOps:
     """``SignalOps`` by stream memory operations, with a watch for deadlines.
 
     Args:
-        words: what streams write and wait for; closed with this.
+        words: what streams write and wait for.
         driver: of the GPU.
-        timeout_s: how long a stream may wait.
-        end_job: as of ``StreamWatch``.
+        watch: of these words; closed with this, as they are.
     """
 
-    def __init__(
-        self,
-        words: StreamWords,
-        driver: CudaDriver,
-        timeout_s: float,
-        end_job: Callable[[TpspanError], object],
-    ) -> None:
+    def __init__(self, words: StreamWords, driver: CudaDriver, watch: StreamWatch) -> None:
         self._driver = driver
         self._words = words
-        self._watch = StreamWatch(words, driver, timeout_s, end_job)
+        self._watch = watch
         self._index = driver.device.index
         # The binding converts every operation at every call; here they are kept as the driver
         # wants them.
@@ -84,36 +77,23 @@ class StreamOps:
         batch = self._batches.get((slot, -1, "barrier"))
         if batch is None:
             batch = self._keep((slot, -1, "barrier"), self._barrier(slot))
-        queue = self._watch.queue(stream)
-        with queue.order:
-            self._watch.make_room(queue)
-            with batch.order:
-                epoch = self._submit_next(stream, batch)
-                self._watch.note_barrier(queue, slot, epoch)
+        note = self._watch.note_barrier
+        self._put(stream, batch, lambda queue, epoch: note(queue, slot, epoch))
 
     def post(self, slot: int, peer: int, stream: int) -> None:
         batch = self._batches.get((slot, peer, "post"))
         if batch is None:
             place = self._words.posted(slot, peer, self._words.rank)
             batch = self._keep((slot, peer, "post"), [(_WRITE, place, 0, 0)])
-        queue = self._watch.queue(stream)
-        with queue.order:
-            self._watch.make_room(queue)
-            with batch.order:
-                self._submit_next(stream, batch)
-                self._watch.note_post(queue)
+        self._put(stream, batch, lambda queue, count: self._watch.note_post(queue))
 
     def wait(self, slot: int, peer: int, stream: int) -> None:
         batch = self._batches.get((slot, peer, "wait"))
         if batch is None:
             place = self._words.posted(slot, self._words.rank, peer)
             batch = self._keep((slot, peer, "wait"), [(_WAIT, place, 0, _AT_LEAST)])
-        queue = self._watch.queue(stream)
-        with queue.order:
-            self._watch.make_room(queue)
-            with batch.order:
-                count = self._submit_next(stream, batch)
-                self._watch.note_wait(queue, slot, peer, count)
+        note = self._watch.note_wait
+        self._put(stream, batch, lambda queue, count: note(queue, slot, peer, count))
 
     def missing(self) -> tuple[int, ...]:
         return () if self._words.is_well() else tuple(sorted(self._words.told()[0]))
@@ -129,10 +109,7 @@ class StreamOps:
     def _barrier(self, slot: int) -> list[_Operation]:
         words = self._words
         coming = (_WRITE, words.arrived(slot, words.rank), 0, 0)
-        # The GPU goes round the ranks: who comes last is the left neighbour. A stream that waits
-        # for it first is not gone to before it can go on.
-        peers = reversed(words.peers)
-        return [coming] + [(_WAIT, words.arrived(slot, p), 0, _AT_LEAST) for p in peers]
+        return [coming] + [(_WAIT, words.arrived(slot, p), 0, _AT_LEAST) for p in words.peers]
 
     def _captured_barrier(self, slot: int) -> list[_Operation]:
         flag, rank, peers = self._words.flag, self._words.rank, self._words.peers
@@ -148,6 +125,14 @@ class StreamOps:
 
     def _keep(self, key: tuple[int, int, str], operations: list[_Operation]) -> _Batch:
         return self._batches.setdefault(key, _Batch(operations))
+
+    def _put(self, stream: int, batch: _Batch, note: Callable[[Queue, int], None]) -> None:
+        """Put the operations on the stream when it has room, and note them with their number."""
+        queue = self._watch.queue(stream)
+        with queue.order:
+            self._watch.make_room(queue)
+            with batch.order:
+                note(queue, self._submit_next(stream, batch))
 
     def _submit_next(self, stream: int, batch: _Batch) -> int:
         """Put the operations on the stream with their next number, and return it."""

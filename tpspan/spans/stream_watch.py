@@ -142,7 +142,7 @@ class StreamWatch:
                         mark = queue.mark(0, always=True)
                         with self.lock:
                             queue.noted(0, mark)
-                while self._ahead(queues):
+                while self._ahead():
                     if time.monotonic() > end:
                         what = "a stream with a barrier in it does not come to rest"
                         raise PeerError([self._words.rank], what)
@@ -185,21 +185,19 @@ class StreamWatch:
                 result = cu.cuThreadExchangeStreamCaptureMode(before)
                 check("cuThreadExchangeStreamCaptureMode", result)
 
-    def _ahead(self, queues: Sequence[Queue]) -> list[Queue]:
+    def _ahead(self) -> list[Queue]:
         """Those whose stream is not known to be through."""
         with self.lock:
-            for queue in queues:
+            for queue in self._queues.values():
                 queue.catch_up()
-            return [queue for queue in queues if queue.num_ahead]
+            return [queue for queue in self._queues.values() if queue.num_ahead]
 
     def _watch(self) -> None:
         with self._beside_captures():
             pause_s = _LOOK_S
             while not self._stop.wait(pause_s):
                 self._num_steps += 1
-                with self.lock:
-                    queues = tuple(self._queues.values())
-                ahead = self._ahead(queues)
+                ahead = self._ahead()
                 with self.lock:
                     stuck = [queue for queue in ahead if queue.stuck_s() > self._timeout_s / 2]
                 pause_s = _LOOK_S
