@@ -565,7 +565,7 @@ def late_by(world: World) -> None:
             ops.barrier(0, 5)
             while not ops.missing():
                 time.sleep(0.01)
-            assert 1.9 < time.monotonic() - start < 3.2  # and half a second between two marks
+            assert 1.9 < time.monotonic() - start < 2.6  # half a second may lie between marks
             streams.synchronize(5)
         world.control.barrier()
 
