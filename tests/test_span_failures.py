@@ -53,7 +53,7 @@ def test_remaps_with_every_driver_call_failing(ranks: Ranks, operation: str, vie
 
 @ONE_LAUNCHER
 @pytest.mark.parametrize("view", [False, True], ids=["gathered", "gathered and local"])
-@pytest.mark.parametrize("operation", ["remap", "swap"])
+@pytest.mark.parametrize("operation", ["remap", "remap at once", "swap"])
 def test_a_mapping_is_lost_when_even_the_undo_fails(
     ranks: Ranks, operation: str, view: bool
 ) -> None:
