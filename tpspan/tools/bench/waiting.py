@@ -14,6 +14,8 @@ from tpspan.tools.bench.measuring import Bench
 
 GROUP = "barrier"
 _NUM_CALLS = 100
+_NUM_BEFORE = 25
+_NUM_QUEUED = 400  # an event costs ranks that share a GPU up to 0.4 ms
 # Long enough that the host has queued every call before the first one runs.
 _AHEAD_CYCLES = 12_000_000
 
@@ -33,16 +35,16 @@ def measure_barrier(bench: Bench) -> None:
     def queued() -> tuple[float, float]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[attr-defined]
-        for _ in range(_NUM_CALLS // 4):  # takes up what the ranks started apart
-            span.barrier()
-        begin.record()
         start = time.perf_counter()
-        for _ in range(_NUM_CALLS):
+        for _ in range(_NUM_BEFORE):  # takes up what the ranks started apart
             span.barrier()
         host = time.perf_counter() - start
+        begin.record()
+        for _ in range(_NUM_QUEUED):
+            span.barrier()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / _NUM_CALLS, host / _NUM_CALLS
+        return begin.elapsed_time(end) / 1e3 / _NUM_QUEUED, host / _NUM_BEFORE
 
     both = bench.sample(queued, most=50)
     bench.add_us(GROUP, f"on the stream, {many}", [on for on, _ in both], "queued ahead")
