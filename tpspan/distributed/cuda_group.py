@@ -129,12 +129,8 @@ class CudaGroup:
         counts.count("all_gather_object: host")
         return Board.of(self.world).all_gather_bytes(message)
 
-    def all_gather_in_place(
-        self, dtype: torch.dtype, nbytes: int, offset_bytes: int, span_number: int
-    ) -> None:
-        """Every rank's input lies in the span that the output is a view of: only meet."""
-        operation = Operation.ALL_GATHER_SPAN
-        request = words(operation, dtype, nbytes, digest=offset_bytes, buffer=span_number)
+    def all_gather_in_place(self, request: tuple[int, ...]) -> None:
+        """As ``HostGroup.all_gather_in_place``."""
         self._journal.note(request)
         self._buffers.meet(_stream(self._index))
         counts.count("all_gather: in place")

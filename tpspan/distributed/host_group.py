@@ -121,12 +121,12 @@ class HostGroup:
         counts.count("all_gather_object: host")
         return Board.of(self.world).all_gather_bytes(message)
 
-    def all_gather_in_place(
-        self, dtype: torch.dtype, nbytes: int, offset_bytes: int, span_number: int
-    ) -> None:
-        """Every rank's input lies in the span that the output is a view of: only meet."""
-        operation = Operation.ALL_GATHER_SPAN
-        request = words(operation, dtype, nbytes, digest=offset_bytes, buffer=span_number)
+    def all_gather_in_place(self, request: tuple[int, ...]) -> None:
+        """Every rank's input lies in the span that the output is a view of: only meet.
+
+        Args:
+            request: words of what is asked for, which are the same at every such call.
+        """
         self._steps.ask(request)
         self._steps.step()
         counts.count("all_gather: in place")

@@ -8,6 +8,7 @@ import torch
 
 from tpspan.distributed.cuda_group import CudaGroup
 from tpspan.distributed.host_group import HostGroup
+from tpspan.distributed.requests import Operation, words
 from tpspan.spans.allocation import OpenSpan, OpenSpans
 
 Engine = HostGroup | CudaGroup
@@ -29,7 +30,7 @@ class InPlace:
         engine: as given.
     """
 
-    __slots__ = ("_asked", "_found", "_output", "_piece", "_span", "engine")
+    __slots__ = ("_found", "_output", "_piece", "_request", "_span", "engine")
 
     def __init__(
         self,
@@ -40,7 +41,10 @@ class InPlace:
         offset_bytes: int,
     ) -> None:
         self.engine = engine
-        self._asked = output.dtype, output.nbytes, offset_bytes, span.number
+        operation, nbytes = Operation.ALL_GATHER_SPAN, output.nbytes
+        self._request = words(
+            operation, output.dtype, nbytes, digest=offset_bytes, buffer=span.number
+        )
         self._output, self._piece = weakref.ref(output), weakref.ref(piece)
         self._span = weakref.ref(span)
         self._found = output.data_ptr(), output.numel(), piece.data_ptr(), piece.numel()
@@ -57,7 +61,7 @@ class InPlace:
 
     def call(self) -> None:
         """Make it."""
-        self.engine.all_gather_in_place(*self._asked)
+        self.engine.all_gather_in_place(self._request)
 
 
 def place_in_span(engine: Engine, tensor: torch.Tensor) -> tuple[OpenSpan, int] | None:

@@ -60,6 +60,7 @@ class Queue:
         self.owed: set[Goal] = set()
         self.seen_s = 0.0
         self._marks: deque[_Mark] = deque()
+        self._events: list[Any] = []
         self._num_put = self._num_marked = self._num_done = 0
         self._first_s = self._last_s = self._marked_s = self._progress_s = 0.0
 
@@ -70,8 +71,7 @@ class Queue:
         if not num_unmarked or not (always or is_due):
             return None
         with self._driver.current():
-            flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
-            event = check("cuEventCreate", cu.cuEventCreate(flags))
+            event = self._events.pop() if self._events else _new_event()
             check("cuEventRecord", cu.cuEventRecord(event, self._stream))
         self._marked_s = time.monotonic()
         return event
@@ -102,7 +102,7 @@ class Queue:
         """See how far the stream has come."""
         while self._marks and _is_done(self._marks[0].event):
             mark = self._marks.popleft()
-            check("cuEventDestroy", cu.cuEventDestroy(mark.event))
+            self._events.append(mark.event)
             self._num_done = mark.num_put
             for _ in range(mark.num_waits):
                 self.waits.popleft()
@@ -120,14 +120,20 @@ class Queue:
 
     def close(self) -> None:
         """Give the events back."""
-        for mark in self._marks:
-            check("cuEventDestroy", cu.cuEventDestroy(mark.event))
+        self._events += [mark.event for mark in self._marks]
         self._marks.clear()
+        while self._events:
+            check("cuEventDestroy", cu.cuEventDestroy(self._events.pop()))
 
     def _since_s(self) -> float:
         """It cannot have waited for longer than the last has been there, which may be passed; nor
         for longer than marks are apart before the first was."""
         return min(self._last_s, self._first_s + _MARK_S)
+
+
+def _new_event() -> Any:
+    flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING.value
+    return check("cuEventCreate", cu.cuEventCreate(flags))
 
 
 def _is_done(event: Any) -> bool:
