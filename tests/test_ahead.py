@@ -216,7 +216,7 @@ def staging_of(
         _slots=(0, 1),
         _range=SimpleNamespace(address=address, nbytes=num_ranks * 3 * nbytes),
         _driver=SimpleNamespace(copy=copy),
-        _signals=SimpleNamespace(barrier=lambda slot, stream: meet(stream)),
+        _signals=SimpleNamespace(barrier=lambda slot, stream, capturing: meet(stream)),
     )
     return made
 

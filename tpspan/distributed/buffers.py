@@ -109,7 +109,7 @@ class Buffers:
 
     def meet(self, stream: int) -> None:
         """Hold the stream until the streams of all ranks have come."""
-        self._signals.barrier(self._slots[self.capturing], stream)
+        self._signals.barrier(self._slots[self.capturing], stream, self.capturing)
 
     def leave(self, stream: int) -> None:
         """Behind a step's reads: in a graph nothing else says that all have read, so all say it."""

@@ -40,7 +40,14 @@ class HostOps:
         self._counters: dict[tuple[int, int], int] = {}
         self._missing: tuple[int, ...] = ()
 
-    def barrier(self, slot: int, stream: int = 0, *, timeout_s: float | None = None) -> None:
+    def barrier(
+        self,
+        slot: int,
+        stream: int = 0,
+        capturing: bool | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
         """Wait until every rank has come to this barrier of the slot.
 
         Raises:

@@ -39,7 +39,7 @@ _SLOTS_NBYTES = 1 << 20  # of each page of counters
 class SignalOps(Protocol):
     """One way to post and to wait."""
 
-    def barrier(self, slot: int, stream: int) -> None:
+    def barrier(self, slot: int, stream: int, capturing: bool | None = None) -> None:
         """Hold the stream until the streams of all ranks have come to this barrier."""
 
     def post(self, slot: int, peer: int, stream: int) -> None:
@@ -118,7 +118,7 @@ class Signals:
         """Give a slot back, after all ranks have finished with it."""
         self._free.append(slot)
 
-    def barrier(self, slot: int, stream: int) -> None:
+    def barrier(self, slot: int, stream: int, capturing: bool | None = None) -> None:
         """Hold the stream until the streams of all ranks have come here. Collective.
 
         On the host backend the caller itself is held. On CUDA the host goes on at once; a wait that
@@ -126,11 +126,16 @@ class Signals:
         host is held if it is far ahead of the stream (``stream_watch.ROOM``), and a barrier in a
         replayed graph is watched only if a barrier or a wait outside follows it.
 
+        Args:
+            slot: of the barrier, the same on all ranks.
+            stream: its handle; unused on the host backend.
+            capturing: whether it is being captured, if the caller knows.
+
         Raises:
             PeerError: an earlier wait ran out of time.
         """
         self.check()
-        self._ops.barrier(slot, stream)
+        self._ops.barrier(slot, stream, capturing)
 
     def post(self, slot: int, peer: int, stream: int) -> None:
         """Tell a peer that everything before on this stream is done."""
@@ -196,7 +201,7 @@ class KernelOps:
         self._status_bytes = memoryview(cast(Any, self._status.numpy())).cast("B")
         self._all_well = bytes(len(self._status_bytes))
 
-    def barrier(self, slot: int, stream: int) -> None:
+    def barrier(self, slot: int, stream: int, capturing: bool | None = None) -> None:
         if self._world_size == 1:
             return
         kernels.barrier(

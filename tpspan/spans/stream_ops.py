@@ -22,13 +22,13 @@ import ctypes
 import threading
 from collections.abc import Callable
 
+import numpy
 import torch
 from cuda.bindings import driver as cu
 
 from tpspan.kernels.board import COUNT_MASK
 from tpspan.memory.closing import close_each
 from tpspan.memory.cuda import CudaDriver, check
-from tpspan.spans.stream_queue import Queue
 from tpspan.spans.stream_watch import StreamWatch
 from tpspan.spans.stream_words import FREE, SET, StreamWords
 
@@ -64,10 +64,12 @@ class StreamOps:
         self._batch_mem_op.argtypes = (pointer, number, pointer, number)
         self._batches: dict[tuple[int, int, str], _Batch] = {}
 
-    def barrier(self, slot: int, stream: int) -> None:
+    def barrier(self, slot: int, stream: int, capturing: bool | None = None) -> None:
         if self._words.world_size == 1:
             return
-        if self._driver.is_capturing(stream):
+        if capturing is None:
+            capturing = self._driver.is_capturing(stream)
+        if capturing:
             batch = self._batches.get((slot, -1, "captured barrier"))
             if batch is None:
                 batch = self._keep((slot, -1, "captured barrier"), self._captured_barrier(slot))
@@ -77,23 +79,21 @@ class StreamOps:
         batch = self._batches.get((slot, -1, "barrier"))
         if batch is None:
             batch = self._keep((slot, -1, "barrier"), self._barrier(slot))
-        note = self._watch.note_barrier
-        self._put(stream, batch, lambda queue, epoch: note(queue, slot, epoch))
+        self._put(stream, batch, self._watch.note_barrier, slot)
 
     def post(self, slot: int, peer: int, stream: int) -> None:
         batch = self._batches.get((slot, peer, "post"))
         if batch is None:
             place = self._words.posted(slot, peer, self._words.rank)
             batch = self._keep((slot, peer, "post"), [(_WRITE, place, 0, 0)])
-        self._put(stream, batch, lambda queue, count: self._watch.note_post(queue))
+        self._put(stream, batch, self._watch.note_post)
 
     def wait(self, slot: int, peer: int, stream: int) -> None:
         batch = self._batches.get((slot, peer, "wait"))
         if batch is None:
             place = self._words.posted(slot, self._words.rank, peer)
             batch = self._keep((slot, peer, "wait"), [(_WAIT, place, 0, _AT_LEAST)])
-        note = self._watch.note_wait
-        self._put(stream, batch, lambda queue, count: note(queue, slot, peer, count))
+        self._put(stream, batch, self._watch.note_wait, slot, peer)
 
     def missing(self) -> tuple[int, ...]:
         return () if self._words.is_well() else tuple(sorted(self._words.told()[0]))
@@ -126,13 +126,13 @@ class StreamOps:
     def _keep(self, key: tuple[int, int, str], operations: list[_Operation]) -> _Batch:
         return self._batches.setdefault(key, _Batch(operations))
 
-    def _put(self, stream: int, batch: _Batch, note: Callable[[Queue, int], None]) -> None:
+    def _put(self, stream: int, batch: _Batch, note: Callable[..., None], *key: int) -> None:
         """Put the operations on the stream when it has room, and note them with their number."""
         queue = self._watch.queue(stream)
         with queue.order:
             self._watch.make_room(queue)
             with batch.order:
-                note(queue, self._submit_next(stream, batch))
+                note(queue, *key, self._submit_next(stream, batch))
 
     def _submit_next(self, stream: int, batch: _Batch) -> int:
         """Put the operations on the stream with their next number, and return it."""
@@ -165,14 +165,11 @@ class _Batch:
         self.num = len(operations)
         self.number = 0
         self.order = threading.Lock()
-        self._words = (ctypes.c_uint64 * (_NUM_WORDS * self.num))()
-        self.address = ctypes.addressof(self._words)
-        for index, (kind, address, value, flags) in enumerate(operations):
-            words: list[ctypes.c_uint64 | int] = [kind, address, value, flags, 0, 0]
-            self._words[_NUM_WORDS * index : _NUM_WORDS * (index + 1)] = words
+        rows = [(*operation, 0, 0) for operation in operations]
+        self._words = numpy.array(rows, numpy.uint64).reshape(self.num, _NUM_WORDS)
+        self._values = self._words[:, 2]
+        self.address = self._words.ctypes.data
 
     def set_values(self, value: int) -> None:
         """Let all operations write, or wait for, this value."""
-        words = self._words
-        for at in range(2, _NUM_WORDS * self.num, _NUM_WORDS):
-            words[at] = value
+        self._values.fill(value)

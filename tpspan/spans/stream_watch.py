@@ -120,7 +120,7 @@ class StreamWatch:
             queue.noted(1, mark)
         self._begin()
 
-    def note_post(self, queue: Queue) -> None:
+    def note_post(self, queue: Queue, count: int) -> None:
         """The same of a post."""
         mark = queue.mark(1, always=False)
         with self.lock:

@@ -120,10 +120,9 @@ def run(world: World, options: argparse.Namespace, command_line: str) -> None:
 
 def _mesh(bench: Bench) -> tuple[str, DeviceMesh, str]:
     """Who communicates for FSDP2 itself, the mesh over it, and what to say of it."""
-    world = bench.world
     if not bench.is_cuda:
         return "gloo", _mesh_over(torch_distributed.new_group(backend="gloo"), "cpu"), ""
-    if any(bench.board.all_gather(world.shares_device)):
+    if bench.shares_device:
         note = "ranks share a GPU, which NCCL refuses: gloo instead, through the host"
         return "gloo", _mesh_over(torch_distributed.new_group(backend="gloo"), "cuda"), note
     return "nccl", _mesh_over(torch_distributed.new_group(backend="nccl"), "cuda"), ""

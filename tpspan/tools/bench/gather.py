@@ -115,7 +115,7 @@ def barrier(span: Span) -> Callable[[], None]:
 def _floor(bench: Bench, span: Span, out: torch.Tensor) -> Contender:
     """Moving the bytes and nothing else: nobody is told, nobody waited for."""
     world = bench.world
-    if world.backend == "cuda" and not any(bench.board.all_gather(world.shares_device)):
+    if world.backend == "cuda" and not bench.shares_device:
         peers = [(world.rank + k) % world.world_size for k in range(1, world.world_size)]
         numel = out.numel() // world.world_size
         pairs = [(out[peer * numel : (peer + 1) * numel], span.shard(peer)) for peer in peers]

@@ -63,7 +63,7 @@ def _measure(bench: Bench, span: Span, out: torch.Tensor) -> None:
     bench.add_ratio(GROUP, "copy_to sooner than one plain copy_", plain, ours)
     backend = "nccl" if bench.is_cuda else "gloo"
     their = f"{size}, {backend} all_gather_into_tensor"
-    if bench.is_cuda and any(bench.board.all_gather(world.shares_device)):
+    if bench.shares_device:
         bench.leave_out(GROUP, their, "us", torch_peers.SHARED)
         return
     shard = span.local.clone()

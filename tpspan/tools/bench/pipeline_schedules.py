@@ -219,7 +219,7 @@ def _add_ratio(bench: Bench, title: str, pair: list[Contender]) -> float:
 def _peer(bench: Bench) -> tuple[str, Any]:
     if not bench.is_cuda:
         return "gloo", torch_distributed.new_group(backend="gloo")
-    if any(bench.board.all_gather(bench.world.shares_device)):
+    if bench.shares_device:
         return "gloo through the host", torch_distributed.new_group(backend="tpspan")
     return "nccl", torch_distributed.new_group(backend="nccl")
 

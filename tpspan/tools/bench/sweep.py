@@ -26,13 +26,9 @@ Role = Literal["ours", "in place", "variant", "peer", "barrier", "floor"]
 _EXACT = 256
 _CHUNK = 4 << 20
 _SETTLE_S, _MOST_BEFORE = 0.03, 64
+_MOST_SHARED_BEFORE = 16  # a host is held that is far ahead of a stream on a shared GPU
 _SAMPLE_S = 2e-3
 _MOST_CALLS = 50
-# The event before a sample comes late on ranks that share a GPU: it waits for the time slice of its
-# process, up to 0.4 ms with four of them, which 500 calls make less than 1 µs of each.
-_SHARED_SAMPLE_S = 20e-3
-_MOST_SHARED_CALLS = 500
-_HOST_CALLS = 20
 # Beyond this a second check in bf16 says nothing new, and takes long.
 _BF16_NBYTES = 16 << 20
 # A peer that took longer for one call is not asked for a larger one: gloo's are seconds on a GPU.
@@ -42,8 +38,6 @@ _MOST_PATIENCE_S = 5.0
 # The first calls are slow: pages are touched, caches filled, and Python learns what is called.
 _WARM_CALLS = 25
 _WARM_S = 0.02
-# Long enough that the host has queued every call before the first one runs.
-_AHEAD_CYCLES = 12_000_000
 
 
 @dataclass(frozen=True)
@@ -280,14 +274,11 @@ def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float, float]]:
     num_warm = int(min(_WARM_CALLS, max(1, _WARM_S / seconds_each(1))))
     call_s = seconds_each(num_warm)
     fewest = 1 if call_s > _SETTLE_S / 4 else 4
-    is_shared = bench.is_cuda and any(bench.board.all_gather(bench.world.shares_device))
-    most_calls = _MOST_SHARED_CALLS if is_shared else _MOST_CALLS
-    sample_s = _SHARED_SAMPLE_S if is_shared else _SAMPLE_S
-    num_calls = int(min(most_calls, max(fewest, sample_s / call_s)))
+    num_calls = int(min(_MOST_CALLS, max(fewest, _SAMPLE_S / call_s)))
     # Before what is timed: takes up what the ranks started apart, and brings the GPU to the clock
     # that it keeps under this load, whoever idled or worked before.
-    num_before = int(min(_MOST_BEFORE, max(num_calls // 4 + 1, _SETTLE_S / call_s)))
-    num_timed = min(num_before, _HOST_CALLS)
+    most_before = _MOST_SHARED_BEFORE if bench.shares_device else _MOST_BEFORE
+    num_before = int(min(most_before, max(num_calls // 4 + 1, _SETTLE_S / call_s)))
 
     def on_host() -> tuple[float, float, float]:
         start = time.perf_counter()
@@ -297,26 +288,14 @@ def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float, float]]:
         return took, took, took
 
     def on_stream() -> tuple[float, float, float]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[attr-defined]
-        start = time.perf_counter()
-        for _ in range(num_timed):  # the stream has room for these whatever they are
-            body()
-        host = (time.perf_counter() - start) / num_timed
-        for _ in range(num_before - num_timed):
-            body()
-        begin.record()
-        for _ in range(num_calls):
-            body()
-        end.record()
-        end.synchronize()
-        queued = begin.elapsed_time(end) / 1e3 / num_calls
+        queued_s, host_s = bench.queued(body, num_calls, num_before)
         bench.start_together()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         body()
         end.record()
         end.synchronize()
-        return queued, host, begin.elapsed_time(end) / 1e3
+        return queued_s, host_s, begin.elapsed_time(end) / 1e3
 
     return on_stream if bench.is_cuda else on_host
 

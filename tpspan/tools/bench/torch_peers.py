@@ -38,7 +38,7 @@ def collective(bench: Bench, body: Callable[[], torch.Tensor]) -> list[Contender
     """The call of torch's own group: on CUDA by NCCL if every rank has a GPU, otherwise by gloo."""
     if not bench.is_cuda:
         return [Contender("gloo", "peer", body, "its own synchronisation")]
-    if any(bench.board.all_gather(bench.world.shares_device)):
+    if bench.shares_device:
         through_host = "its own synchronisation; CUDA tensors through host memory"
         return [
             Contender("nccl", "peer", None, SHARED),
@@ -57,7 +57,7 @@ def symmetric(bench: Bench, numel: int, dtype: torch.dtype) -> torch.Tensor | st
     """A tensor in torch's symmetric memory, or why there is none. Collective."""
     if not bench.is_cuda:
         return "n/a: torch symmetric memory is for CUDA"
-    if any(bench.board.all_gather(bench.world.shares_device)):
+    if bench.shares_device:
         return "n/a: ranks share a GPU, which torch symmetric memory refuses"
     reason, made = "", None
     try:

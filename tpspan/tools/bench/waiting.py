@@ -15,9 +15,6 @@ from tpspan.tools.bench.measuring import Bench
 GROUP = "barrier"
 _NUM_CALLS = 100
 _NUM_BEFORE = 25
-_NUM_QUEUED = 400  # an event costs ranks that share a GPU up to 0.4 ms
-# Long enough that the host has queued every call before the first one runs.
-_AHEAD_CYCLES = 12_000_000
 
 
 def measure_barrier(bench: Bench) -> None:
@@ -32,21 +29,7 @@ def measure_barrier(bench: Bench) -> None:
         span.close()
         return
 
-    def queued() -> tuple[float, float]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[attr-defined]
-        start = time.perf_counter()
-        for _ in range(_NUM_BEFORE):  # takes up what the ranks started apart
-            span.barrier()
-        host = time.perf_counter() - start
-        begin.record()
-        for _ in range(_NUM_QUEUED):
-            span.barrier()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / _NUM_QUEUED, host / _NUM_BEFORE
-
-    both = bench.sample(queued, most=50)
+    both = bench.sample(lambda: bench.queued(span.barrier, _NUM_CALLS, _NUM_BEFORE), most=50)
     bench.add_us(GROUP, f"on the stream, {many}", [on for on, _ in both], "queued ahead")
     bench.add_us(GROUP, "host time of the call", [host for _, host in both])
     samples = bench.sample(bench.on_stream(span.barrier, _NUM_CALLS), most=50)
