@@ -17,7 +17,7 @@ from cuda.bindings import driver as cu
 from tpspan.memory.cuda import CudaDriver, check
 
 _MARK_S = 0.5
-_MARK_OPERATIONS = 32
+_MARK_OPERATIONS = 64
 
 Wait = tuple[int, int, int]  # a slot, a peer, and for how many of its posts
 Goal = tuple[int, int, int]  # a peer, the address of a word of its, and what it has to come to
