@@ -7,12 +7,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from harness import Ranks, missing_launcher, rank_environment
 from tpspan.errors import PeerError
+from tpspan.spans.stream_watch import ROOM
 from tpspan.tools.bench import values
 from tpspan.tools.bench.allocating import shown
 from tpspan.tools.bench.command import num_bytes, parser
@@ -65,6 +68,72 @@ def test_differences_are_taken_of_one_rank() -> None:
 def test_ranks_give_as_many_samples(by_rank: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="as many samples"):
         summarise("g", "n", "us", by_rank)
+
+
+class PlayedCalls:
+    """Calls of 17 µs on a stream on which the first of two events comes 300 µs late.
+
+    Attributes:
+        num_put: calls since the stream was last held, at most.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_us = 0.0
+        self.num_put = 0
+        self._num_since = 0
+        monkeypatch.setattr(torch.cuda, "Event", self._event)
+        monkeypatch.setattr(torch.cuda, "_sleep", self._held, raising=False)
+
+    def __call__(self) -> None:
+        self.now_us += 17
+        self._num_since += 1
+        self.num_put = max(self.num_put, self._num_since)
+
+    def bench(self, world_size: int, *, shares_device: bool) -> Bench:
+        """A bench of one rank that says of itself what the ranks agree on."""
+        bench: Any = Bench.__new__(Bench)
+        bench.world, bench.shares_device = SimpleNamespace(world_size=world_size), shares_device
+        bench.agree, bench.start_together = float, lambda: None
+        return cast(Bench, bench)
+
+    def _held(self, cycles: int) -> None:
+        self._num_since = 0
+
+    def _event(self, enable_timing: bool) -> Any:
+        def record() -> None:
+            event.at_us = self.now_us
+
+        def elapsed_ms(end: Any) -> float:
+            return float(end.at_us - event.at_us + 300) / 1e3
+
+        event = SimpleNamespace(record=record, elapsed_time=elapsed_ms, synchronize=lambda: None)
+        return event
+
+
+@pytest.mark.parametrize(
+    ("shares_device", "meets", "late_us"), [(True, True, 0), (True, False, 300), (False, True, 300)]
+)
+def test_an_event_that_comes_late_is_taken_off(
+    monkeypatch: pytest.MonkeyPatch, shares_device: bool, meets: bool, late_us: int
+) -> None:
+    calls = PlayedCalls(monkeypatch)
+    bench = calls.bench(2, shares_device=shares_device)
+    stream_s, host_s = bench.queued(calls, 50, 14, meets=meets)
+    assert stream_s * 1e6 == pytest.approx(17 + late_us / 50)
+    assert host_s > 0
+    assert calls.num_put == 50 + 14
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 64])
+def test_no_more_is_queued_than_a_host_may_be_ahead(
+    monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    calls = PlayedCalls(monkeypatch)
+    bench = calls.bench(world_size, shares_device=True)
+    stream_s, _ = bench.queued(calls, 50, 64)
+    late_us = 300 / 3 if world_size == 64 else 0  # three calls: too few to take any off
+    assert stream_s * 1e6 == pytest.approx(17 + late_us)
+    assert calls.num_put * world_size <= ROOM
 
 
 def test_fit() -> None:

@@ -57,6 +57,11 @@ def test_a_full_stream_holds_no_other_and_has_a_deadline(ranks: Ranks) -> None:
 
 
 @FEW
+def test_a_driver_that_fails_ends_no_job(ranks: Ranks) -> None:
+    ranks.run("bodies.stream_logic:broken")
+
+
+@FEW
 def test_a_host_is_never_far_ahead_of_a_stream(ranks: Ranks) -> None:
     """Invariant 9, and the driver keeps room."""
     ranks.run("bodies.stream_logic:ahead", victim=ranks.size - 1)

@@ -38,6 +38,7 @@ class PlayedStreams:
 
     Attributes:
         capturing: whether they are.
+        broken: whether the driver fails when it is asked how far they are.
         room: for so many steps on a stream; who puts operations on a full one is held.
         contexts: of the threads that have one, if only those may record an event.
         ends: the errors for which a job would have been ended.
@@ -45,6 +46,7 @@ class PlayedStreams:
 
     def __init__(self) -> None:
         self.capturing = False
+        self.broken = False
         self.room = 1 << 20
         self.contexts: set[int] | None = None
         self.ends: list[TpspanError] = []
@@ -119,6 +121,8 @@ class PlayedStreams:
         return (0,)
 
     def query(self, event: int) -> tuple[Any]:
+        if self.broken:
+            return (cu.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,)
         return _code(self._done[event])
 
     # What DeviceAccess asks of the driver; its streams have numbers of their own.
@@ -587,3 +591,21 @@ def who_is_late(world: World) -> None:
             streams.synchronize(5)
             assert ops.missing() == (victim,)
         world.control.barrier()
+
+
+def broken(world: World) -> None:
+    """A driver that fails is no launch that waits: no job is ended for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_watch, "_PATIENCE_S", 0.1)
+        with played(world, 0.3) as (streams, ops):
+            streams.broken = True
+            ops.barrier(0, 5)
+            with ops._watch.lock:
+                (watched,) = ops._watch._queues.values()
+            with watched.order:
+                mark = watched.mark(0, always=True)
+                with ops._watch.lock:
+                    watched.noted(0, mark)
+            time.sleep(1.5)
+            streams.broken = False
+            assert not streams.ends

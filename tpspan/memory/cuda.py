@@ -294,7 +294,7 @@ class CudaDriver:
 
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
         # The default stream is that of whatever context is current; other streams have one.
-        is_there = stream or torch._C._cuda_getDevice() == self.device.index  # type: ignore[attr-defined]
+        is_there = stream or _C._cuda_getDevice() == self.device.index
         if is_there and cu.cuMemcpyAsync(target, source, nbytes, stream)[0] == _SUCCESS:
             return
         with self.current():

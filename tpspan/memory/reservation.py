@@ -156,7 +156,7 @@ class Reservation:
     def replace(self, mapping: Mapping, block: Block) -> bool:
         """Put another block of the same size behind a mapping's address, with its right.
 
-        If the driver refuses, nothing is mapped there any more, and the mapping is closed.
+        If the driver refuses, the mapping is closed, as far as the driver lets it.
 
         Returns:
             False, and nothing was done, if the driver has no quick way to do that.

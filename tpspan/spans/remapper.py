@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tpspan.errors import CaptureError, PeerError, TpspanError
+from tpspan.errors import CaptureError, ClosedError, PeerError, TpspanError
 from tpspan.launch.world import World
 from tpspan.memory import Driver
 from tpspan.spans.stream_gate import StreamGate, beside_captures
@@ -164,6 +164,10 @@ class Lane:
             raise error
         raise TpspanError(f"a remap failed: {type(error).__name__}: {error}")
 
+    def end(self, error: Exception) -> None:
+        """Let whoever holds or waits raise this, unless something failed before."""
+        self._error = self._error or error
+
     def drain(self) -> None:
         """Wait until everything submitted has been done or has failed."""
         while not self.is_idle:
@@ -241,9 +245,11 @@ class Remapper:
                 self._lanes.remove(lane)
 
     def close(self) -> None:
-        """End the thread; lanes that are left over are not served any more."""
+        """End the thread; lanes that are left over are not served any more, and say so."""
         with self._changed:
             self._is_closed = True
+            for lane in self._lanes:
+                lane.end(ClosedError("the world of this channel is closed"))
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()

@@ -74,9 +74,9 @@ class Signals:
             self._close = [self._pages.close]
             undo.callback(self._pages.close)
             if self.shares_device:
-                marks = Pages(exchange, HostDriver())
-                self._close.append(marks.close)
-                undo.callback(marks.close)
+                reports = Pages(exchange, HostDriver())
+                self._close.append(reports.close)
+                undo.callback(reports.close)
 
             def make() -> SignalOps:
                 if world.backend == "host":
@@ -91,7 +91,7 @@ class Signals:
                 driver = cast(CudaDriver, world.driver)
                 access = HostAccess() if on_host else DeviceAccess(driver)
                 undo.callback(access.close)
-                words = StreamWords(self._pages, marks, access, world)
+                words = StreamWords(self._pages, reports, access, world)
                 watch = StreamWatch(words, driver, world.timeout_s, world.abort)
                 return StreamOps(words, driver, watch)
 

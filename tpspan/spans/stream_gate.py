@@ -33,19 +33,14 @@ class StreamGate:
         """Let everybody through who waits for this count or a smaller one."""
         self._value.value = count & COUNT_MASK
 
-    def hold(self, stream: int, count: int) -> bool:
-        """Hold a stream until the gate was opened for ``count``.
-
-        Returns:
-            Whether it has to wait: nothing is put on the stream if the gate is open already.
-        """
+    def hold(self, stream: int, count: int) -> None:
+        """Hold a stream until the gate was opened for ``count``; nothing is put there if it was."""
         count &= COUNT_MASK
         if has_arrived(self._value.value, count):
-            return False
+            return
         with self._driver.current():
             result = cu.cuStreamWaitValue32(stream, self._address, count, _AT_LEAST)
             check("cuStreamWaitValue32", result, stream=stream, count=count)
-        return True
 
 
 @contextlib.contextmanager

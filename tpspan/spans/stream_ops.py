@@ -32,8 +32,7 @@ from tpspan.memory.cuda import CudaDriver, check
 from tpspan.spans.stream_watch import StreamWatch
 from tpspan.spans.stream_words import FREE, SET, StreamWords
 
-# An operation as the driver wants it, 48 bytes: kind, address, value, flags, and an alias.
-_NUM_WORDS = 6
+# An operation as the driver wants it, six words: kind, address, value, flags, and an alias.
 _WAIT = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32.value
 _WRITE = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32.value
 _EQUAL = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ.value
@@ -166,7 +165,7 @@ class _Batch:
         self.number = 0
         self.order = threading.Lock()
         rows = [(*operation, 0, 0) for operation in operations]
-        self._words = numpy.array(rows, numpy.uint64).reshape(self.num, _NUM_WORDS)
+        self._words = numpy.array(rows, numpy.uint64)
         self._values = self._words[:, 2]
         self.address = self._words.ctypes.data
 

@@ -60,6 +60,7 @@ class Queue:
         self.owed: set[Goal] = set()
         self.seen_s = 0.0
         self._marks: deque[_Mark] = deque()
+        # For marks to come: taken under ``order``, given back under the lock of the watch.
         self._events: list[Any] = []
         self._num_put = self._num_marked = self._num_done = 0
         self._first_s = self._last_s = self._marked_s = self._progress_s = 0.0
@@ -72,7 +73,11 @@ class Queue:
             return None
         with self._driver.current():
             event = self._events.pop() if self._events else _new_event()
-            check("cuEventRecord", cu.cuEventRecord(event, self._stream))
+            try:
+                check("cuEventRecord", cu.cuEventRecord(event, self._stream))
+            except BaseException:
+                self._events.append(event)
+                raise
         self._marked_s = time.monotonic()
         return event
 

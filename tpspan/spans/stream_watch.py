@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from cuda.bindings import driver as cu
 
-from tpspan.errors import PeerError, TpspanError
+from tpspan.errors import DriverError, PeerError, TpspanError
 from tpspan.kernels.board import COUNT_MASK, has_arrived
+from tpspan.memory.closing import close_each
 from tpspan.memory.cuda import CudaDriver, check
 from tpspan.spans.stream_queue import Goal, Queue, Wait
 from tpspan.spans.stream_words import FREE, SET, StreamWords
@@ -120,8 +121,8 @@ class StreamWatch:
             queue.noted(1, mark)
         self._begin()
 
-    def note_post(self, queue: Queue, count: int) -> None:
-        """The same of a post."""
+    def note_post(self, queue: Queue, _count: int) -> None:
+        """The same of a post, which nobody is named for."""
         mark = queue.mark(1, always=False)
         with self.lock:
             queue.noted(1, mark)
@@ -151,9 +152,8 @@ class StreamWatch:
             self._stop.set()
             for thread in self._threads:
                 thread.join()
-            for queue in queues:
-                queue.close()
             self._queues.clear()
+            close_each(queue.close for queue in queues)
 
     @property
     def _has_graphs(self) -> bool:
@@ -193,22 +193,30 @@ class StreamWatch:
             return [queue for queue in self._queues.values() if queue.num_ahead]
 
     def _watch(self) -> None:
-        with self._beside_captures():
+        # A driver that fails here fails in every call of the program, which says why.
+        with contextlib.suppress(DriverError), self._beside_captures():
             pause_s = _LOOK_S
             while not self._stop.wait(pause_s):
                 self._num_steps += 1
-                ahead = self._ahead()
-                with self.lock:
-                    stuck = [queue for queue in ahead if queue.stuck_s() > self._timeout_s / 2]
-                pause_s = _LOOK_S
-                with contextlib.suppress(TimeoutError):  # the next look tries again
-                    for queue in stuck:
-                        self._num_steps += 2
-                        self._look_at(queue)
-                    self._num_steps += 2
-                    if not self._words.is_well() and self._move(ahead):
-                        pause_s = _MOVE_S
-                self._num_steps += 1
+                try:
+                    pause_s = self._look()
+                finally:
+                    self._num_steps += self._num_steps % 2
+
+    def _look(self) -> float:
+        """Look at every stream once; return the seconds until the next time."""
+        pause_s = _LOOK_S
+        ahead = self._ahead()
+        with self.lock:
+            stuck = [queue for queue in ahead if queue.stuck_s() > self._timeout_s / 2]
+        with contextlib.suppress(TimeoutError):  # the next look tries again
+            for queue in stuck:
+                self._num_steps += 2
+                self._look_at(queue)
+            self._num_steps += 2
+            if not self._words.is_well() and self._move(ahead):
+                pause_s = _MOVE_S
+        return pause_s
 
     def _guard(self) -> None:
         """See whether the watch comes back from the driver; this thread never goes there."""

@@ -54,7 +54,7 @@ class StreamWords:
 
     Args:
         pages: of the words, one for each rank.
-        marks: pages of host memory, one for each rank.
+        reports: pages of host memory, one for each rank.
         access: how the host reads and writes words.
         world: the ranks.
 
@@ -64,14 +64,14 @@ class StreamWords:
         read, write: those of ``access``.
     """
 
-    def __init__(self, pages: Pages, marks: Pages, access: Access, world: World) -> None:
-        self._pages, self._marked = pages, marks
+    def __init__(self, pages: Pages, reports: Pages, access: Access, world: World) -> None:
+        self._pages, self._reported = pages, reports
         self.rank, self.world_size = world.rank, world.world_size
         self.peers = [(world.rank + k) % world.world_size for k in range(1, world.world_size)]
         self.read, self.write, self.close = access.read, access.write, access.close
-        self._own_marks = memoryview(self._marks(self.rank)).cast("B")
-        self._no_marks = bytes(len(self._own_marks))
-        self._own_marks[:] = self._no_marks
+        self._own_reports = memoryview(self._reports(self.rank)).cast("B")
+        self._no_reports = bytes(len(self._own_reports))
+        self._own_reports[:] = self._no_reports
 
     def arrived(self, slot: int, rank: int) -> int:
         """Address of the number of the last barrier to which a rank's stream has come."""
@@ -89,23 +89,23 @@ class StreamWords:
         """Tell all ranks, this one included, whom this rank has missed."""
         for rank in range(self.world_size):
             for peer in missing:
-                self._marks(rank)[peer] = 1
-            self._marks(rank)[self.world_size + self.rank] = 1
+                self._reports(rank)[peer] = 1
+            self._reports(rank)[self.world_size + self.rank] = 1
 
     def told(self) -> tuple[set[int], set[int]]:
         """Who was missed, and who has said so, as far as this rank was told."""
-        marks = self._marks(self.rank)
-        said = marks[self.world_size :]  # first: who has said something has said whom it missed
-        missed = marks[: self.world_size]
+        reports = self._reports(self.rank)
+        said = reports[self.world_size :]  # first: who has said something has said whom it missed
+        missed = reports[: self.world_size]
         return ({r for r, m in enumerate(missed) if m}, {r for r, m in enumerate(said) if m})
 
     def is_well(self) -> bool:
         """Whether nobody was missed; a tenth of a µs, since every barrier asks."""
-        return self._own_marks == self._no_marks
+        return self._own_reports == self._no_reports
 
-    def _marks(self, rank: int) -> ctypes.Array[ctypes.c_uint8]:
+    def _reports(self, rank: int) -> ctypes.Array[ctypes.c_uint8]:
         num = 2 * self.world_size
-        return (ctypes.c_uint8 * num).from_address(self._marked.address_of(rank))
+        return (ctypes.c_uint8 * num).from_address(self._reported.address_of(rank))
 
 
 class HostAccess:

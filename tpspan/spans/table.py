@@ -105,7 +105,8 @@ class Table:
     def replace(self, moves: Sequence[tuple[int, SpanBlock]]) -> list[tuple[int, SpanBlock]]:
         """Put other blocks behind offsets, each with the right that the offset had.
 
-        The caller has waited for the fence. On failure the old blocks are put back.
+        The caller has waited for the fence. On failure the old blocks are put back, or the table
+        ``is_broken``.
 
         Returns:
             The moves that undo this call.

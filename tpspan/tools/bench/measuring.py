@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 import torch
 
 from tpspan.launch.world import World
-from tpspan.spans import Board
+from tpspan.spans import Board, stream_watch
 
 # Long enough that the host has queued every call before the first one runs.
 _AHEAD_CYCLES = 12_000_000
@@ -204,37 +204,43 @@ class Bench:
         return once
 
     def queued(
-        self, body: Callable[[], object], num_calls: int, num_before: int
+        self, body: Callable[[], object], num_calls: int, num_before: int, *, meets: bool = True
     ) -> tuple[float, float]:
         """Seconds of one of ``num_calls`` calls queued ahead on the stream, and of one on the host.
 
         On ranks that share a GPU the event before the calls comes late: it waits for the time slice
         of its process, up to 0.4 ms with four. So there a shorter train is taken off a longer one.
+        Which rank's event comes late differs from train to train, and only the slowest has seen all
+        of it: its time is that of every rank.
 
         Args:
-            num_before: calls that go before on the stream, and take up what the ranks started
-                apart; those are timed on the host.
+            num_calls: as many at most; on ranks that share a GPU no more than a host may be ahead.
+            num_before: calls that go before, and take up what the ranks started apart.
+            meets: whether ranks wait for each other in a call; if not, nothing is taken off.
         """
 
         def train(num: int) -> tuple[float, float]:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[attr-defined]
-            start = time.perf_counter()
             for _ in range(num_before):
                 body()
-            host_s = (time.perf_counter() - start) / num_before
             begin.record()
+            start = time.perf_counter()
             for _ in range(num):
                 body()
+            host_s = time.perf_counter() - start
             end.record()
             end.synchronize()
-            return begin.elapsed_time(end) / 1e3, host_s
+            return begin.elapsed_time(end) / 1e3, host_s / num
 
-        if not self.shares_device or num_calls < 5:
+        if self.shares_device:
+            num_ahead = stream_watch.ROOM // self.world.world_size
+            num_before = min(num_before, num_ahead // 4)
+            num_calls = min(num_calls, num_ahead - num_before)
+        num_off = num_calls // 5 if self.shares_device and meets else 0
+        if not num_off:
             whole_s, host_s = train(num_calls)
             return whole_s / num_calls, host_s
-        # Whose event comes late differs from train to train, and only the slowest saw all of it.
-        num_off = num_calls // 5
         off_s = self.agree(train(num_off)[0])
         self.start_together()
         whole_s, host_s = train(num_calls)

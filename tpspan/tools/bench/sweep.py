@@ -26,7 +26,6 @@ Role = Literal["ours", "in place", "variant", "peer", "barrier", "floor"]
 _EXACT = 256
 _CHUNK = 4 << 20
 _SETTLE_S, _MOST_BEFORE = 0.03, 64
-_MOST_SHARED_BEFORE = 16  # a host is held that is far ahead of a stream on a shared GPU
 _SAMPLE_S = 2e-3
 _MOST_CALLS = 50
 # Beyond this a second check in bf16 says nothing new, and takes long.
@@ -226,7 +225,9 @@ def _measure(bench: Bench, operation: str, nbytes: int, contenders: Sequence[Con
     A GPU that has idled is faster for a while, and nobody is to come behind the same one always.
     """
     takes_part = [contender for contender in contenders if contender.body is not None]
-    timed = [_timed(bench, contender.body) for contender in takes_part]
+    timed = [
+        _timed(bench, contender.body, meets=contender.role != "floor") for contender in takes_part
+    ]
 
     dice = random.Random(nbytes)  # the same on all ranks
 
@@ -259,9 +260,8 @@ def _measure(bench: Bench, operation: str, nbytes: int, contenders: Sequence[Con
     return _row(operation, nbytes, contenders, figures, host_us, alone_us)
 
 
-def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float, float]]:
-    """Seconds of a call queued ahead, of the host's part, over as many calls as can be read, and of
-    a call alone."""
+def _timed(bench: Bench, body: Any, *, meets: bool) -> Callable[[], tuple[float, float, float]]:
+    """Seconds of a call queued ahead, of the host's part, and of a call alone."""
 
     def seconds_each(num_calls: int) -> float:
         bench.start_together()
@@ -277,8 +277,7 @@ def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float, float]]:
     num_calls = int(min(_MOST_CALLS, max(fewest, _SAMPLE_S / call_s)))
     # Before what is timed: takes up what the ranks started apart, and brings the GPU to the clock
     # that it keeps under this load, whoever idled or worked before.
-    most_before = _MOST_SHARED_BEFORE if bench.shares_device else _MOST_BEFORE
-    num_before = int(min(most_before, max(num_calls // 4 + 1, _SETTLE_S / call_s)))
+    num_before = int(max(num_calls // 4 + 1, min(_MOST_BEFORE, _SETTLE_S / call_s)))
 
     def on_host() -> tuple[float, float, float]:
         start = time.perf_counter()
@@ -288,7 +287,7 @@ def _timed(bench: Bench, body: Any) -> Callable[[], tuple[float, float, float]]:
         return took, took, took
 
     def on_stream() -> tuple[float, float, float]:
-        queued_s, host_s = bench.queued(body, num_calls, num_before)
+        queued_s, host_s = bench.queued(body, num_calls, num_before, meets=meets)
         bench.start_together()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
