@@ -10,11 +10,13 @@ own adapter over it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,11 +70,19 @@ def work(folder: str, number: int, device: str) -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--model", help="a directory of transformers with safetensors")
+    arguments.add_argument(
+        "--model", type=Path, help="a directory of transformers with safetensors"
+    )
     arguments.add_argument("--adapters", type=int, default=8)
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments.add_argument("--as-adapter", nargs=2, help=argparse.SUPPRESS)
     options = arguments.parse_args()
+    if options.model and not options.model.exists():
+        arguments.error(f"there is no {options.model}")
+    if options.adapters < 1:
+        arguments.error(f"{options.adapters} adapters share nothing")
+    if importlib.util.find_spec("peft") is None:
+        arguments.error("adapters are peft's: pip install peft")
     logging.set_verbosity_error()
     if options.as_adapter:
         folder, number = options.as_adapter

@@ -88,6 +88,8 @@ def main() -> None:
     arguments.add_argument("--prompt", action="append", help="may be repeated")
     arguments.add_argument("--max-new-tokens", type=int, default=40)
     options = arguments.parse_args()
+    if options.model and not options.model.exists():
+        arguments.error(f"there is no {options.model}")
     logging.set_verbosity_error()
 
     path = options.model or smollm2()

@@ -134,6 +134,8 @@ def main() -> None:
     arguments.add_argument("--train", action="store_true", help="train the stages afterwards")
     arguments.add_argument("--steps", type=int, default=3)
     options = arguments.parse_args()
+    if options.model and not options.model.exists():
+        arguments.error(f"there is no {options.model}")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

@@ -108,6 +108,10 @@ def main() -> None:
     arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments.add_argument("--as-worker", nargs=2, help=argparse.SUPPRESS)
     options = arguments.parse_args()
+    if options.model and not options.model.exists():
+        arguments.error(f"there is no {options.model}")
+    if options.workers < 1:
+        arguments.error(f"{options.workers} workers have no answers")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if options.as_worker:

@@ -177,6 +177,11 @@ def test_what_people_read() -> None:
     [
         ([], "WHAT"),
         (["span", "--ranks", "0"], "not a positive number"),
+        (["span", "--size", "0"], "0 bytes take no time"),
+        (["share", "--size", "0B"], "0 bytes take no time"),
+        (["gather", "--seconds", "0"], "not a positive number of seconds"),
+        (["span", "--seconds", "-1"], "not a positive number of seconds"),
+        (["span", "--seconds", "nan"], "not a positive number of seconds"),
         (["span", "--json", "/nowhere/at/all.json"], "cannot be written"),
         *(
             ([which, *option], message)

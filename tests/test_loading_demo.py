@@ -108,6 +108,13 @@ def test_the_demo_refuses_contradictory_launchers_in_one_sentence(
     assert printed.err.count("\n") == 1
 
 
+def test_an_answer_has_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    from tpspan.tools import demo
+
+    assert demo.main(["-n", "2", "--max-new-tokens", "0"]) == 2
+    assert capsys.readouterr().err == "tpspan demo: --max-new-tokens 0: at least 1 is needed\n"
+
+
 @pytest.mark.parametrize(
     ("model", "wanted"),
     [("/nowhere", "neither a GGUF file nor a directory"), ("cut.gguf", "cannot be used by")],

@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tpspan.tools.bench.report import short
+
 HERE = Path(__file__).resolve().parent
 README = HERE.parents[1] / "README.md"
 BEGIN = "<!-- measured: begin (written from docs/measurements, see the README there) -->"
@@ -34,8 +36,8 @@ ROWS = [
     ),
     (
         "remap",
-        r"64 MiB, products slower, beside driver part, one every ms",
-        "how much it slows those kernels",
+        r"64 MiB, products slower, beside driver part, one after another",
+        "how much such remaps, one after another, slow those kernels",
     ),
     (
         "remap",
@@ -100,7 +102,7 @@ def _cell(run: dict[str, Any], group: str, pattern: str) -> str:
         if figure["group"] == group and re.fullmatch(pattern, figure["name"]):
             if figure["median"] is None:
                 return ""
-            return f"{figure['median']:,.3g} {figure['unit']}".replace("us", "µs")
+            return f"{short(figure['median'])} {figure['unit']}".replace("us", "µs")
     return ""
 
 

@@ -60,7 +60,10 @@ def _root() -> None:
     pass
 
 
-@app.command(context_settings={**PASS_ON, "allow_interspersed_args": False})
+@app.command(
+    context_settings={**PASS_ON, "allow_interspersed_args": False},
+    options_metavar="[OPTIONS] SCRIPT [ARGUMENTS]...",
+)
 def run(
     context: typer.Context,
     num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="How many ranks.")],

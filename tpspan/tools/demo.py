@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     options = parser().parse_args(given)
     try:
+        if options.max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens {options.max_new_tokens}: at least 1 is needed")
         if not options.as_rank and detect(os.environ).launcher == "alone":
             find_model(options.model)  # said once, and before anything is started
             command = ["tpspan.tools.demo", "--as-rank", *given]

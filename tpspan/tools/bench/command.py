@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -65,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = span.add_argument
     _add_common(span)
-    add("--size", type=num_bytes, default=256 << 20, metavar="BYTES", help="default 256MiB")
+    add("--size", type=_size, default=256 << 20, metavar="BYTES", help="default 256MiB")
     add(
         "--large-size",
         type=num_bytes,
@@ -142,7 +143,7 @@ def _add_share(bench: argparse.ArgumentParser) -> None:
     add = bench.add_argument
     bench.set_defaults(ranks=1, launcher="mpirun")
     add("--backend", choices=("auto", "host", "cuda"), default="auto")
-    add("--size", type=num_bytes, metavar="BYTES", help="default 512MiB, on CUDA 16GiB")
+    add("--size", type=_size, metavar="BYTES", help="default 512MiB, on CUDA 16GiB")
     add("--tensors", type=_positive, default=1000, metavar="N", help="default 1000")
     add("--workers", type=_positive, default=8, metavar="N", help="default 8")
     add("--repeat", type=_positive, default=5, metavar="N", help="times each (default 5)")
@@ -161,7 +162,12 @@ def _add_common(bench: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let ranks share a GPU, as TPSPAN_SHARE_DEVICE=1 does",
     )
-    add("--seconds", type=float, default=0.5, help="about how long one figure takes (default 0.5)")
+    add(
+        "--seconds",
+        type=_seconds,
+        default=0.5,
+        help="about how long one figure takes (default 0.5)",
+    )
 
 
 def _add_sweep(bench: argparse.ArgumentParser) -> None:
@@ -285,11 +291,25 @@ def num_bytes(text: str) -> int:
     return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(num_bytes(part) for part in text.split(","))
-    if 0 in sizes:
+def _size(text: str) -> int:
+    nbytes = num_bytes(text)
+    if not nbytes:
         raise argparse.ArgumentTypeError("0 bytes take no time")
-    return sizes
+    return nbytes
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_size(part) for part in text.split(","))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
 
 
 def _schedules(text: str) -> tuple[str, ...]:
