@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,6 +30,9 @@ class Closable(Protocol):
 
 
 R = TypeVar("R", bound=Closable)
+
+
+IN_A_CHILD = "this process was forked from a rank after tpspan.init and is not a rank itself"
 
 
 def _nothing() -> None:
@@ -85,6 +89,7 @@ class World:
         self._attempts: dict[tuple[int, ...], int] = {}
         self._on_close = on_close
         self._closed = False
+        self._process = os.getpid()
         self._lock = threading.RLock()
         self.rank = control.rank
         self.world_size = control.world_size
@@ -102,7 +107,7 @@ class World:
         """The control plane.
 
         Raises:
-            ClosedError: the world is closed.
+            ClosedError: the world is closed, or this process was forked from its rank.
         """
         self._check_open()
         return self._control
@@ -161,6 +166,10 @@ class World:
             self._subsets = [*(one for one in self._subsets if not one.is_closed), made]
         return made
 
+    def has_resource(self, key: str) -> bool:
+        """Whether ``resource`` was called for this key: on all ranks alike if it is collective."""
+        return key in self._resources
+
     def resource(self, key: str, factory: Callable[[World], R]) -> R:
         """Return what ``factory`` made for this key, making it at the first call.
 
@@ -193,13 +202,14 @@ class World:
         The other ranks need not call. This rank waits until what it sent has gone, and one that
         serves the store until the others have left: at most 5 s, and not after a failed call.
         Afterwards the world holds nothing of what it owned, so that all of that, and the store, are
-        gone when this returns and not at some later run of the garbage collector.
+        gone when this returns and not at some later run of the garbage collector. In a process that
+        was forked from the rank nothing is done: all of it is the rank's.
 
         Raises:
             Exception: the first failure of a resource's ``close``, after all were tried.
         """
         with self._lock:
-            if self._closed:
+            if self._closed or self._process != os.getpid():
                 return
             self._closed = True
         owned: list[Closable] = [*self._resources.values(), *self._subsets]
@@ -221,5 +231,7 @@ class World:
         return f"<{state}World {where}, {self.launcher}>"
 
     def _check_open(self) -> None:
+        if self._process != os.getpid():
+            raise ClosedError(IN_A_CHILD)
         if self._closed:
             raise ClosedError("the world is closed")

@@ -73,6 +73,17 @@ def test_close_with_every_driver_call_failing(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2, 3, launchers=("mpirun",))
+def test_the_first_call_has_the_deadline_that_it_was_given(ranks: Ranks) -> None:
+    """Invariant 9."""
+    ranks.run("bodies.failures:first_deadline")
+
+
+@pytest.mark.ranks(2, backends=("host",))
+def test_a_forked_child_closes_nothing_of_its_parent(ranks: Ranks) -> None:
+    ranks.run("bodies.failures:forked_close")
+
+
+@pytest.mark.ranks(2, 3, launchers=("mpirun",))
 def test_ranks_that_ask_for_different_things(ranks: Ranks) -> None:
     """Invariant 3: all ranks raise, all see what each asked for, nothing was done."""
     ranks.run("bodies.failures:mismatch")

@@ -7,7 +7,7 @@ import itertools
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -219,6 +219,45 @@ def test_a_tensor_lives_until_its_last_view(memory: TensorRange) -> None:
     assert memory.num_live == 1
     del other
     assert memory.num_live == 0
+
+
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [
+        (lambda make: make()[99], IndexError),
+        (lambda make: make() @ torch.ones(3), RuntimeError),
+        (lambda make: (make(), 1 / 0), ZeroDivisionError),
+        (lambda make: [make(), int("x")], ValueError),
+        (lambda make: torch.ones(5).copy_(make()), RuntimeError),
+    ],
+)
+def test_an_error_beside_a_temporary_comes_through(
+    memory: TensorRange, use: Callable[[Callable[[], torch.Tensor]], object], error: type[Exception]
+) -> None:
+    """The tensor dies while the exception is on its way."""
+    kept: list[weakref.ref[Keeper]] = []
+
+    def make() -> torch.Tensor:
+        keeper = Keeper()
+        kept.append(weakref.ref(keeper))
+        return memory.tensor((4, 8), torch.float32, keep=keeper)
+
+    with pytest.raises(error):
+        use(make)
+    gc.collect()
+    assert memory.num_live == 0
+    assert [known() for known in kept] == [None]
+
+
+def test_what_a_tensor_needs_is_used_again(memory: TensorRange) -> None:
+    before = memory.tensor((4,), torch.int8, keep=None)
+    num_known = len(tensors._free) + len(tensors._live)
+    for _ in range(10):
+        made = memory.tensors([((4,), torch.int8, 4 * n, (1,)) for n in range(50)], keep=None)
+        del made
+    assert len(tensors._free) + len(tensors._live) <= num_known + tensors._NUM_STRUCTS
+    assert memory.num_live == 1
+    del before
 
 
 def test_a_clone_is_ordinary_memory(memory: TensorRange) -> None:

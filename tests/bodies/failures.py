@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import resource
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -401,3 +402,31 @@ def full_table(world: World, victim: int, num_blocks: int, num_others: int, room
         meet(after)
     trim(world)
     return "" if error is None else f"{getattr(error, 'call', '')}"
+
+
+def first_deadline(world: World) -> None:
+    """A deadline of the first call of a world holds for what that call makes for the world."""
+    inner = world.subset(range(world.world_size))
+    inner.timeout_s = 60.0
+    if world.rank:
+        start = time.monotonic()
+        error = failure(Span.allocate, inner, (1,), torch.uint8, timeout_s=0.5)
+        assert isinstance(error, PeerError) and error.ranks == (0,), error
+        assert time.monotonic() - start < 20
+    world.control.barrier(timeout_s=60.0)
+    inner.close()
+
+
+def forked_close(world: World) -> None:
+    """A child is refused, and what it closes stays open in its parent."""
+    inner = world.subset(range(world.world_size))
+    if world.rank == 1:
+        child = os.fork()
+        if not child:
+            refused = isinstance(failure(lambda: inner.control), ClosedError)
+            inner.close()
+            os._exit(0 if refused and not inner.is_closed else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    inner.control.barrier()
+    Span.allocate(inner, (1,), torch.uint8).close()
+    inner.close()

@@ -11,8 +11,7 @@ import weakref
 from typing import Protocol
 
 from tpspan.errors import ClosedError
-
-IN_A_CHILD = "this process was forked from a rank after tpspan.init and is not a rank itself"
+from tpspan.launch.world import IN_A_CHILD
 
 
 class Owned(Protocol):

@@ -20,7 +20,7 @@ from tpspan.errors import TpspanError
 from tpspan.launch.world import World
 from tpspan.memory import Block, BlockPool, Driver, Right
 from tpspan.memory.closing import close_each
-from tpspan.spans.board import Board
+from tpspan.spans.board import Board, is_deadline
 from tpspan.spans.layout import Layout
 from tpspan.spans.signals import Signals
 from tpspan.spans.table import SpanBlock, Table
@@ -159,6 +159,8 @@ def allocate_parts(
     Raises:
         As ``Span.allocate``.
     """
+    if not world.has_resource("signals"):  # what is made then knows the world's deadline only
+        world.control.barrier(timeout_s=timeout_s if is_deadline(timeout_s) else None)
     signals = Signals.of(world)
     board = signals.board
     pool = world.resource("pool", pool_of)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import numbers
 import os
 import pickle
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any, TypeVar, cast
 from tpspan import kernels
 from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
 from tpspan.launch.votes import attempt, settle, together
-from tpspan.launch.world import MAX_TIMEOUT_S, World
+from tpspan.launch.world import IN_A_CHILD, MAX_TIMEOUT_S, World
 from tpspan.memory.host import HostDriver
 from tpspan.spans.exchange import Exchange
 from tpspan.spans.host_ops import HostOps
@@ -42,8 +43,11 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _is_deadline(timeout_s: float | None) -> bool:
-    return timeout_s is None or 0 < timeout_s < MAX_TIMEOUT_S
+def is_deadline(timeout_s: object) -> bool:
+    """Whether it can be one; None stands for that of the world."""
+    if isinstance(timeout_s, numbers.Real):
+        return 0 < float(timeout_s) < MAX_TIMEOUT_S
+    return timeout_s is None
 
 
 class Board:
@@ -85,9 +89,7 @@ class Board:
         if self._is_closed:
             raise ClosedError("the world of this span is closed")
         if self._num_forks != _num_forks:
-            raise ClosedError(
-                "this process was forked from a rank after tpspan.init and is not a rank itself"
-            )
+            raise ClosedError(IN_A_CHILD)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Wait until every rank has come.
@@ -111,7 +113,7 @@ class Board:
         room = _HALF_NBYTES - _LENGTH_NBYTES
         received = [bytearray() for _ in range(self.world_size)]
         at = 0
-        valid = _is_deadline(timeout_s)
+        valid = is_deadline(timeout_s)
         self.check()
         while True:
             half = _MESSAGES_OFFSET + self._round % 2 * _HALF_NBYTES
@@ -155,7 +157,7 @@ class Board:
         """
 
         def checked() -> T:
-            if not _is_deadline(timeout_s):
+            if not is_deadline(timeout_s):
                 raise ValueError(f"timeout_s={timeout_s} must be a positive number of seconds")
             return step()
 

@@ -2,7 +2,12 @@
 
 A tensor is made through DLPack (the DLPack specification, structs ``DLManagedTensor`` and
 ``DLTensor``): it names the device itself, where asking the driver for the owner of an address would
-give the GPU of whichever rank owns the first page. Its deleter tells when the last view has gone.
+give the GPU of whichever rank owns the first page.
+
+A weak reference to its storage tells when the last view has gone: torch keeps the Python object of
+a storage as long as the storage (THPStorage, "PyObject preservation"). A deleter in Python would
+not do: torch calls it while an exception is on its way, if a tensor dies of that, and then neither
+the call nor the exception comes through.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import ctypes
 import math
 import struct
 import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -36,9 +42,15 @@ _TYPES = {
 # DLManagedTensor: address, device type and number, dimensions, type code, bits, lanes, shape,
 # strides, byte offset; manager, deleter. One pack takes as long as two assignments by ctypes.
 _MANAGED = struct.Struct("@QiiiBBHQQQQQ")
-_DELETER_AT = _MANAGED.size - 8
+_NO_DELETER = 0
 
-_DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+# Torch looks for the deleter when a storage goes, be it after the interpreter has ended: the
+# structs lie in memory that is used again and never freed.
+_NUM_STRUCTS = 256  # allocated at once
+_calloc = ctypes.CDLL(None).calloc
+_calloc.restype = ctypes.c_void_p
+_calloc.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -46,8 +58,25 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 Part = tuple[Sequence[int], torch.dtype, int, Sequence[int]]
 """Shape, dtype, offset in bytes, and strides in elements of a tensor."""
 
-# What every live tensor needs: its struct and its shape, its range, and what it keeps alive.
-_live: dict[int, tuple[object, TensorRange, object]] = {}
+
+class _Live(weakref.ref[torch.UntypedStorage]):
+    """A storage that some tensor still has, and what it needs.
+
+    Attributes:
+        at: its struct.
+        range: where it lies.
+        keep: what it keeps alive.
+    """
+
+    __slots__ = ("at", "keep", "range")
+
+    at: int
+    range: TensorRange
+    keep: object
+
+
+_live: dict[int, _Live] = {}
+_free: list[int] = []
 _lock = threading.RLock()  # the collector may drop a tensor while one is being made
 
 
@@ -145,49 +174,36 @@ class TensorRange:
 
     def _made(self, parts: Sequence[Part], keep: object) -> list[torch.Tensor]:
         """Tensors of parts that lie inside, of types that DLPack knows."""
-        structs = (ctypes.c_uint64 * (len(parts) * _MANAGED.size // 8))()
         numbers = [
             number for shape, _, _, stride in parts for each in (shape, stride) for number in each
         ]
-        shapes = (ctypes.c_int64 * len(numbers))(*numbers)
-        at, shape_at = ctypes.addressof(structs), ctypes.addressof(shapes)
+        shapes = (ctypes.c_int64 * len(numbers))(*numbers)  # torch copies them
+        shape_at = ctypes.addressof(shapes)
         device_type = _CUDA if self.device.type == "cuda" else _CPU
         device = device_type, self.device.index or 0
-        pack, address = _MANAGED.pack_into, self.address
-        for number, (shape, dtype, offset_bytes, _) in enumerate(parts):
-            ndim = len(shape)
-            code, bits = _TYPES[dtype]
-            place = address + offset_bytes
-            dims = shape_at, shape_at + 8 * ndim
-            pack(
-                structs,
-                number * _MANAGED.size,
-                place,
-                *device,
-                ndim,
-                code,
-                bits,
-                1,
-                *dims,
-                0,
-                0,
-                _DROPPED,
-            )
-            shape_at += 16 * ndim
-        keys = range(at, at + len(parts) * _MANAGED.size, _MANAGED.size)
-        with _lock:
-            _live.update(dict.fromkeys(keys, ((structs, shapes), self, keep)))
-            self._num_live += len(parts)
+        pack, nbytes, address = _MANAGED.pack, _MANAGED.size, self.address
         made: list[torch.Tensor] = []
+        structs = _structs(len(parts))
         try:
-            for key in keys:
-                made.append(_from_dlpack(_new_capsule(key, b"dltensor", None)))
-        except BaseException:
-            with _lock:  # one that torch had taken over has been dropped
-                left = [key for key in keys[len(made) :] if key in _live]
-            for key in left:
-                _dropped(key)
-            raise
+            for shape, dtype, offset_bytes, _ in parts:
+                ndim = len(shape)
+                code, bits = _TYPES[dtype]
+                place = address + offset_bytes
+                dims = shape_at, shape_at + 8 * ndim
+                managed = pack(place, *device, ndim, code, bits, 1, *dims, 0, 0, _NO_DELETER)
+                at = structs.pop()  # torch may have it from here on, whatever happens
+                ctypes.memmove(at, managed, nbytes)
+                shape_at += 16 * ndim
+                tensor = _from_dlpack(_new_capsule(at, b"dltensor", None))
+                live = _Live(tensor.untyped_storage(), _dropped)
+                live.at, live.range, live.keep = at, self, keep
+                with _lock:
+                    _live[at] = live
+                    self._num_live += 1
+                made.append(tensor)
+        finally:
+            with _lock:
+                _free.extend(structs)
         return made
 
 
@@ -199,19 +215,32 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _dropped(key: int) -> None:
+def _structs(num: int) -> list[int]:
+    """Where there is room for structs."""
     with _lock:
-        _, tensor_range, _ = _live.pop(key)
-        tensor_range._num_live -= 1
+        while len(_free) < num:
+            block = _calloc(_NUM_STRUCTS, _MANAGED.size)
+            if not block:
+                raise MemoryError("no memory is left for the structs of tensors")
+            _free.extend(range(block, block + _NUM_STRUCTS * _MANAGED.size, _MANAGED.size))
+        taken = _free[-num:] if num else []
+        del _free[len(_free) - num :]
+    return taken
 
 
-_deleter = _DELETER(_dropped)
-_DROPPED = ctypes.cast(_deleter, ctypes.c_void_p).value  # a cast takes as long as a struct
+def _dropped(live: _Live) -> None:
+    with _lock:
+        del _live[live.at]
+        live.range._num_live -= 1
+        _free.append(live.at)
 
 
 @atexit.register
-def _forget_deleters() -> None:
+def _forget() -> None:
     """Keep tensors that outlive the interpreter from calling back into it."""
     with _lock:
-        for key in _live:
-            ctypes.c_uint64.from_address(key + _DELETER_AT).value = 0
+        _left.extend((live.range, live.keep) for live in _live.values())
+        _live.clear()
+
+
+_left: list[tuple[TensorRange, object]] = []  # what those still use
