@@ -208,8 +208,10 @@ class World:
         Raises:
             Exception: the first failure of a resource's ``close``, after all were tried.
         """
+        if self._process != os.getpid():  # nor is the lock asked for: a thread may have held it
+            return
         with self._lock:
-            if self._closed or self._process != os.getpid():
+            if self._closed:
                 return
             self._closed = True
         owned: list[Closable] = [*self._resources.values(), *self._subsets]
