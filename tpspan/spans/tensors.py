@@ -42,6 +42,7 @@ _TYPES = {
 # DLManagedTensor: address, device type and number, dimensions, type code, bits, lanes, shape,
 # strides, byte offset; manager, deleter. One pack takes as long as two assignments by ctypes.
 _MANAGED = struct.Struct("@QiiiBBHQQQQQ")
+_pack_into = _MANAGED.pack_into
 _NO_DELETER = 0
 
 # Torch looks for the deleter when a storage goes, be it after the interpreter has ended: the
@@ -59,24 +60,28 @@ Part = tuple[Sequence[int], torch.dtype, int, Sequence[int]]
 """Shape, dtype, offset in bytes, and strides in elements of a tensor."""
 
 
+_Place = tuple[int, memoryview]
+"""Room for a struct: its address, and how it is written."""
+
+
 class _Live(weakref.ref[torch.UntypedStorage]):
     """A storage that some tensor still has, and what it needs.
 
     Attributes:
-        at: its struct.
+        place: its struct.
         range: where it lies.
         keep: what it keeps alive.
     """
 
-    __slots__ = ("at", "keep", "range")
+    __slots__ = ("keep", "place", "range")
 
-    at: int
+    place: _Place
     range: TensorRange
     keep: object
 
 
 _live: dict[int, _Live] = {}
-_free: list[int] = []
+_free: list[_Place] = []
 _lock = threading.RLock()  # the collector may drop a tensor while one is being made
 
 
@@ -181,29 +186,29 @@ class TensorRange:
         shape_at = ctypes.addressof(shapes)
         device_type = _CUDA if self.device.type == "cuda" else _CPU
         device = device_type, self.device.index or 0
-        pack, nbytes, address = _MANAGED.pack, _MANAGED.size, self.address
+        address = self.address
         made: list[torch.Tensor] = []
-        structs = _structs(len(parts))
+        places = _places(len(parts))
         try:
             for shape, dtype, offset_bytes, _ in parts:
                 ndim = len(shape)
                 code, bits = _TYPES[dtype]
-                place = address + offset_bytes
-                dims = shape_at, shape_at + 8 * ndim
-                managed = pack(place, *device, ndim, code, bits, 1, *dims, 0, 0, _NO_DELETER)
-                at = structs.pop()  # torch may have it from here on, whatever happens
-                ctypes.memmove(at, managed, nbytes)
-                shape_at += 16 * ndim
+                stride_at = shape_at + 8 * ndim
+                place = places.pop()  # torch may have it from here on, whatever happens
+                at, view = place
+                first = address + offset_bytes
+                dims = shape_at, stride_at
+                _pack_into(view, 0, first, *device, ndim, code, bits, 1, *dims, 0, 0, _NO_DELETER)
+                shape_at = stride_at + 8 * ndim
                 tensor = _from_dlpack(_new_capsule(at, b"dltensor", None))
                 live = _Live(tensor.untyped_storage(), _dropped)
-                live.at, live.range, live.keep = at, self, keep
-                with _lock:
-                    _live[at] = live
-                    self._num_live += 1
+                live.place, live.range, live.keep = place, self, keep
+                _live[at] = live
                 made.append(tensor)
         finally:
             with _lock:
-                _free.extend(structs)
+                self._num_live += len(made)
+                _free.extend(places)
         return made
 
 
@@ -215,24 +220,25 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _structs(num: int) -> list[int]:
-    """Where there is room for structs."""
+def _places(num: int) -> list[_Place]:
+    """Room for structs."""
     with _lock:
         while len(_free) < num:
             block = _calloc(_NUM_STRUCTS, _MANAGED.size)
             if not block:
                 raise MemoryError("no memory is left for the structs of tensors")
-            _free.extend(range(block, block + _NUM_STRUCTS * _MANAGED.size, _MANAGED.size))
-        taken = _free[-num:] if num else []
+            for at in range(block, block + _NUM_STRUCTS * _MANAGED.size, _MANAGED.size):
+                _free.append((at, memoryview((ctypes.c_char * _MANAGED.size).from_address(at))))
+        taken = _free[len(_free) - num :]
         del _free[len(_free) - num :]
     return taken
 
 
 def _dropped(live: _Live) -> None:
     with _lock:
-        del _live[live.at]
+        del _live[live.place[0]]
         live.range._num_live -= 1
-        _free.append(live.at)
+        _free.append(live.place)
 
 
 @atexit.register
