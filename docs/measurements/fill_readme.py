@@ -22,7 +22,7 @@ ROWS = [
     ("allocate", r"64 GiB, total", "64 GiB span: allocate, exchange, map"),
     ("allocate", r"256 MiB, total", "256 MiB span: allocate, exchange, map"),
     ("barrier", r"on the stream, of many.*", "barrier on the stream"),
-    ("barrier", r"host time of the call|of the host.*", "barrier, host time"),
+    ("barrier", r"host time of a call|of the host.*", "barrier, host time"),
     ("launch", r".*of ours.*", "launch of one of our kernels, host time"),
     (
         "remap",

@@ -511,7 +511,7 @@ def replayed(world: World, num_replays: int) -> None:
                 if turn % 10 == 3:
                     dist.all_reduce(torch.ones(5000, device=device), group=group)
                 if turn == 7:  # for which the buffers grow: the graph goes on in the old ones
-                    large = torch.full((3 << 20,), group.rank, device=device)
+                    large = torch.full((3 << 20,), float(group.rank), device=device)
                     largest_of_all = torch.empty(size * (3 << 20), device=device)
                     dist.all_gather_into_tensor(largest_of_all, large, group)
                     wrong += (largest_of_all.view(size, -1) != ranks).sum()

@@ -11,14 +11,13 @@ from bodies.common import failure, finish
 from bodies.handoff import MIB, side_of
 from bodies.streams import LONG_CYCLES
 from tpspan import Handoff
-from tpspan.errors import (
-    CaptureError,
-)
+from tpspan.errors import CaptureError
 from tpspan.launch.world import World
+from tpspan.memory.driver import Right
 
 
 def remap_waits(world: World, guarded: bool) -> list[bool]:
-    """Whether a kernel that was running when a slot was released had ended at each unmap."""
+    """Whether a kernel that was running when a slot was released had ended at each remap."""
     driver, seen = world.driver, []
     handoff = Handoff(world, 0, 1, MIB, mode="remap")
     side = side_of(handoff, producer=world.rank == 0)
@@ -27,13 +26,13 @@ def remap_waits(world: World, guarded: bool) -> list[bool]:
         slot.tensor((16,), torch.int32).fill_(5)
     torch.cuda._sleep(LONG_CYCLES)  # touches nothing: without the guard it does not crash
     done = torch.cuda.current_stream().record_event()
-    unmap = driver.unmap
+    replace = driver.replace
 
-    def watched(address: int, nbytes: int) -> None:
+    def watched(address: int, nbytes: int, handle: int, right: Right) -> bool:
         seen.append(done.query())
-        unmap(address, nbytes)
+        return replace(address, nbytes, handle, right)
 
-    driver.unmap = watched  # type: ignore[method-assign]
+    driver.replace = watched  # type: ignore[method-assign]
     try:
         if not guarded:
             side.streams.fence = lambda: SimpleNamespace(is_done=lambda: True)  # type: ignore
@@ -43,7 +42,7 @@ def remap_waits(world: World, guarded: bool) -> list[bool]:
         while not seen and time.monotonic() - start < 10:
             time.sleep(0.001)
     finally:
-        del driver.unmap
+        del driver.replace
         if not guarded:
             del side.streams.fence
     del slot
@@ -57,18 +56,18 @@ def during_a_capture(world: World, guarded: bool) -> list[bool]:
     """Slots are refused in a capture, and a remap waits for its end (invariant 7).
 
     Returns:
-        For each unmap whether a capture was going on.
+        For each remap whether a capture was going on.
     """
     driver, seen, capturing = world.driver, [], [False]
     handoff = Handoff(world, 0, 1, MIB, mode="remap")
     fixed = handoff.fixed_tensor((16,), torch.int32)
     side = side_of(handoff, producer=world.rank == 0)
     out = torch.zeros(16, dtype=torch.int32, device=world.device)
-    unmap = driver.unmap
+    replace = driver.replace
 
-    def watched(address: int, nbytes: int) -> None:
+    def watched(address: int, nbytes: int, handle: int, right: Right) -> bool:
         seen.append(capturing[0])
-        unmap(address, nbytes)
+        return replace(address, nbytes, handle, right)
 
     with handoff.acquire() as slot:
         if world.rank == 0:
@@ -82,7 +81,7 @@ def during_a_capture(world: World, guarded: bool) -> list[bool]:
     stream = torch.cuda.Stream(world.device)
     stream.wait_stream(torch.cuda.current_stream())
     torch.cuda._sleep(LONG_CYCLES)
-    driver.unmap = watched  # type: ignore[method-assign]
+    driver.replace = watched  # type: ignore[method-assign]
     try:
         slot.release()  # the remap waits for the kernel; meanwhile a capture begins
         handoff.record_stream(stream)
@@ -102,7 +101,7 @@ def during_a_capture(world: World, guarded: bool) -> list[bool]:
         while not seen and time.monotonic() - start < 10:
             time.sleep(0.001)
     finally:
-        del driver.unmap
+        del driver.replace
     finish(world)
     world.control.barrier()
     del fixed, slot, graph
