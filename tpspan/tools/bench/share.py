@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,16 @@ from safetensors.torch import save_file
 
 import tpspan
 from tpspan.memory.cuda import cuda_device_count
-from tpspan.sharing.place import VARIABLE
+from tpspan.sharing.client import ask_once
+from tpspan.sharing.place import VARIABLE, Place
+from tpspan.sharing.starting import connect
 from tpspan.tools.bench.report import origin, short, write
 from tpspan.tools.bench.share_worker import work
 
 SCHEMA = "tpspan-bench-share/2"
 _DEFAULT_NBYTES = {"cpu": 512 << 20, "cuda": 16 << 30}
+_LOADS_S = 30.0  # no further worker loads the file after that
+_KEEPER_S = 10.0
 
 
 def run_rank(options: argparse.Namespace, command_line: str) -> int:
@@ -171,9 +177,14 @@ class Bench:
 
     def _loads(self, workers: Sequence[Worker]) -> list[dict[str, Any]]:
         save_file({name: tensor.cpu() for name, tensor in self.model.items()}, self.path)
-        Path(self.path).read_bytes()  # now it is in the page cache
+        with open(self.path, "rb", buffering=0) as file:
+            while file.read(16 << 20):  # now it is in the page cache
+                pass
         new, again, mapped = [], [], []
+        end = time.monotonic() + _LOADS_S
         for worker in workers:
+            if time.monotonic() > end:
+                break
             new.append(worker.ask("load"))  # each for the first time: later, memory is ready for it
             self._check(worker, 1.0)
             again += [worker.ask("load_again") for _ in range(self.repeat)]
@@ -241,9 +252,24 @@ def _own_keeper(folder: str) -> Iterator[None]:
     try:
         yield
     finally:
+        _end_keeper(folder)
         os.environ.pop(VARIABLE)
         if before is not None:
             os.environ[VARIABLE] = before
+
+
+def _end_keeper(folder: str) -> None:
+    """End the keeper and wait for that: one that lives makes a folder anew that is gone."""
+    connection = connect(start=False)
+    if connection is None:
+        return
+    connection.close()
+    os.kill(int(ask_once({"op": "list"})["keeper"]["pid"]), signal.SIGTERM)
+    end = time.monotonic() + _KEEPER_S
+    while (lock := Place(folder).lock()) is None and time.monotonic() < end:
+        time.sleep(0.01)
+    if lock is not None:
+        os.close(lock)
 
 
 def _print(found: dict[str, Any]) -> None:
