@@ -46,18 +46,8 @@ help:
 demo: $(READY)
 	$(RUN) -m tpspan.tools.cli run -n $(RANKS) --launcher $(LAUNCHER) examples/generate.py
 
-# Without a GPU, whose free memory tells of leaks, tests for which time does not matter run beside
-# the others. A part in which there is nothing to run (5) is no failure, if the other has something.
 test: lint
-ifneq ($(strip $(GPU)),)
 	$(RUN) -m pytest $(PYTEST_ARGS)
-else
-	@printed=$$(mktemp); $(RUN) -m pytest --part background $(PYTEST_ARGS) >"$$printed" 2>&1 & \
-	beside=$$!; trap 'kill $$beside 2>/dev/null; rm -f "$$printed"' EXIT; \
-	$(RUN) -m pytest --part foreground $(PYTEST_ARGS); front=$$?; \
-	echo; echo 'Beside them, in the background:'; wait $$beside; back=$$?; cat "$$printed"; \
-	case $$front,$$back in 0,[05] | 5,0) exit 0 ;; 0,*) exit $$back ;; *) exit $$front ;; esac
-endif
 
 test-all: PYTEST_ARGS += --slow
 test-all: test

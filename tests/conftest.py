@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from harness import LAUNCHERS, Config, Pool, Ranks, missing_launcher, priority
+from harness import LAUNCHERS, Config, Pool, Ranks, missing_launcher
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("HOME", os.path.expanduser("~"))  # Open MPI does not start without it
@@ -22,16 +22,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--launcher", help="only this launcher: mpirun or torchrun")
     group.addoption("--sizes", help="only these numbers of ranks, such as 1,2,4")
     group.addoption("--slow", action="store_true", help="the tests marked slow, too")
-    group.addoption(
-        "--part",
-        choices=("background", "foreground"),
-        help="the tests marked background, at the lowest priority, or all others",
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("part") == "background":
-        priority.lower()
 
 
 def _has_gpu() -> bool:
@@ -81,13 +71,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if item not in slow]
         config.hook.pytest_deselected(items=slow)
-    if part := config.option.part:
-        is_background = part == "background"
-        others = [
-            item for item in items if bool(item.get_closest_marker("background")) != is_background
-        ]
-        items[:] = [item for item in items if item not in others]
-        config.hook.pytest_deselected(items=others)
 
     def key(item: pytest.Item) -> tuple[bool, Config]:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}

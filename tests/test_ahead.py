@@ -20,8 +20,6 @@ from tpspan.distributed.buffers import Buffers
 from tpspan.distributed.cuda_group import CudaGroup
 from tpspan.distributed.requests import Reduction
 
-pytestmark = pytest.mark.background
-
 FIRST, BUFFER = 1 << 10, 16 << 10
 SIZES = [16, 608, 2 * FIRST, 4 * FIRST, 5008, 10_000, 25_008, 70_000]  # of one rank, in bytes
 CALLS = ("all_gather", "all_gather in place", "reduce_scatter", "all_reduce", "list", "broadcast")

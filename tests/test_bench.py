@@ -26,8 +26,6 @@ from tpspan.tools.bench.report import SCHEMA, short
 from tpspan.tools.bench.scaling import fit
 from tpspan.tools.bench.span import check_values
 
-pytestmark = pytest.mark.background
-
 COMMAND = [sys.executable, "-m", "tpspan.tools.cli", "bench", "span"]
 TINY = ["--size", "4MiB", "--seconds", "0.002", "--large-size", "12MiB", "--backend", "host"]
 KEYS = {

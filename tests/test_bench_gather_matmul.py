@@ -19,8 +19,6 @@ from tpspan.tools.bench.measuring import Figure
 from tpspan.tools.bench.sweep import Contender
 from tpspan.tools.bench.timeline import Interval
 
-pytestmark = pytest.mark.background
-
 COMMAND = [sys.executable, "-m", "tpspan.tools.cli", "bench", "gather-matmul", "--backend", "host"]
 TINY = ["--rows-of-w", "600", "--k", "2048", "--rows", "1,5", "--seconds", "0.002"]
 

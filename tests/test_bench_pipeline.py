@@ -21,8 +21,6 @@ from tpspan.tools.bench.measuring import Bench
 from tpspan.tools.bench.pipeline import default_sizes
 from tpspan.tools.bench.sweep import Row
 
-pytestmark = pytest.mark.background
-
 COMMAND = [sys.executable, "-m", "tpspan.tools.cli", "bench", "pipeline", "--backend", "host"]
 WAYS = {"window", "remap", "copy", "gloo"}
 

@@ -23,8 +23,6 @@ from tpspan.tools.bench.measuring import Bench
 from tpspan.tools.bench.sweep import Contender, Row, Stage, integers, modulus_of_sums, sweep
 from tpspan.tools.bench.values import WrongValues
 
-pytestmark = pytest.mark.background
-
 SET_UPS = {
     gather.OPERATION: gather.set_up,
     all_reduce.ALL_REDUCE: all_reduce.set_up_all_reduce,

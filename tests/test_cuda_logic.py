@@ -6,8 +6,6 @@ import pytest
 
 from harness import Ranks
 
-pytestmark = pytest.mark.background
-
 HERE = pytest.mark.ranks(2, 3, backends=("host",), launchers=("mpirun",))
 
 

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from harness import Ranks
 from tpspan.distributed.domains import Routes
 
-pytestmark = pytest.mark.background
-
 
 # What is built on the group is the same under every launcher, and takes long.
 @pytest.mark.ranks(1, 2, 4, launchers=("mpirun",))

@@ -19,8 +19,6 @@ from tpspan.kernels.stream_fused import (
 )
 from tpspan.kernels.stream_reduce import DEVICE_SUM_DTYPES, device_sum, pull
 
-pytestmark = pytest.mark.background
-
 NUMELS = (1, 7, 8, 4095, 4096, 4097, 100_003)
 
 

@@ -12,8 +12,6 @@ import pytest
 
 from harness import Ranks, missing_launcher, rank_environment
 
-pytestmark = pytest.mark.background
-
 # torch keeps what its groups and meshes have made, so leaks are looked for in bodies of their own.
 MPIRUN = ("mpirun",)
 READS = pytest.mark.parametrize("read", ["in_place", "staged"])

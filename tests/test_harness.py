@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from typing import Any
 
 import pytest
 
 from harness import LeakError, RankFailure, Ranks
-from harness.launchers import ROOT
 
 # Nothing here differs from launcher to launcher, except how ranks come and go.
 PAIR = pytest.mark.ranks(2, launchers=("mpirun",), backends=("host",))
@@ -116,23 +113,3 @@ def test_without_survivors_the_launcher_ends_the_job(ranks: Ranks) -> None:
     assert outcome.returncode not in (None, 0), outcome.output
     assert outcome.ended_after_s is not None
     assert outcome.ended_after_s < 30
-
-
-def test_what_gives_way_keeps_its_priority_in_a_session_of_its_own() -> None:
-    code = """
-import os, subprocess, sys
-from harness import priority
-priority.lower()
-child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-priority.keep(child.pid)
-for pid in (os.getpid(), child.pid):
-    assert os.getpriority(os.PRIO_PROCESS, pid) == 19
-    try:
-        text = open(f"/proc/{pid}/autogroup").read()
-    except OSError:  # a kernel without
-        continue
-    assert text.split()[-1] == "19", text
-child.kill()
-child.wait()
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", check=True, timeout=60)

@@ -40,8 +40,6 @@ from tpspan.kernels.stream_ll import (
     ll_region_nbytes,
 )
 
-pytestmark = pytest.mark.background
-
 LONG_NS = 10**15
 NUM_BLOCKS, NUM_THREADS = 2, 3
 SLOT_NBYTES = 64

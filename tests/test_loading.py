@@ -22,8 +22,6 @@ from tpspan.parallel.boxes import boxes_in_memory, memory_order
 from tpspan.parallel.gguf_header import read_header
 from tpspan.parallel.loading import load_weights
 
-pytestmark = pytest.mark.background
-
 PAIR = pytest.mark.ranks(2, launchers=("mpirun",))
 
 

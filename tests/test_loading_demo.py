@@ -13,8 +13,6 @@ import pytest
 
 from harness import Ranks
 
-pytestmark = pytest.mark.background
-
 for _name in ("transformers", "accelerate", "gguf"):
     pytest.importorskip(_name, reason=f"{_name} is not installed")
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.background
-
 ROOT = Path(__file__).resolve().parents[1]
 # Offline: the setuptools that is installed builds, none is fetched for the build alone.
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -131,17 +129,3 @@ def test_metadata(wheel: Path) -> None:
     }
     assert "Requires-Python: >=3.11" in text
     assert "Apache-2.0" in text
-
-
-def test_the_two_parts_are_all_tests() -> None:
-    def found(*options: str) -> list[str]:
-        files = ["tests/test_blocks.py", "tests/test_ahead.py"]
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, *files]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [line for line in done.stdout.splitlines() if "::" in line]
-
-    beside, others = found("--part", "background"), found("--part", "foreground")
-    assert {name.partition("::")[0] for name in beside} == {"tests/test_ahead.py"}
-    assert {name.partition("::")[0] for name in others} == {"tests/test_blocks.py"}
-    assert sorted(beside + others) == sorted(found())

@@ -18,8 +18,6 @@ from tpspan.tools.bench.pipeline_floor import least_s
 from tpspan.tools.bench.pipeline_schedules import models
 from tpspan.tools.bench.pipeline_timeline import Stretch
 
-pytestmark = pytest.mark.background
-
 MPIRUN = pytest.mark.skipif(
     missing_launcher("mpirun") is not None, reason=str(missing_launcher("mpirun"))
 )

@@ -6,8 +6,6 @@ import pytest
 
 from harness import Ranks
 
-pytestmark = pytest.mark.background
-
 # torch keeps what its groups have made: see test_pipeline.
 
 

@@ -22,8 +22,6 @@ from tpspan.parallel.policy import LINKED, LOCAL, Product, Rates, choose
 from tpspan.spans.layout import Layout
 from tpspan.spans.reads import check_read
 
-pytestmark = pytest.mark.background
-
 PAGE = 2 << 20
 # The collective steps differ from launcher to launcher only in the control plane below.
 ALL = pytest.mark.ranks(1, 2, 3, launchers=("mpirun",))

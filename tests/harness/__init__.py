@@ -1,8 +1,8 @@
 """Long-lived groups of real ranks that tests run functions on.
 
 From the bottom up: messages (what travels between pytest and a rank), leaks (what a rank still
-holds), worker (the rank), priority (whether ranks give way), launchers (how they are started),
-group (one started set of ranks), pool (which groups are alive, and what a test sees of them).
+holds), worker (the rank), launchers (how ranks are started), group (one started set of ranks),
+pool (which groups are alive, and what a test sees of them).
 """
 
 from harness.group import Group, Outcome

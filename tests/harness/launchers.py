@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from harness import priority
-
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("mpirun", "torchrun")
 
@@ -128,7 +126,7 @@ def start(
             environments = [dict(environment)]
             command = launcher_command(config.launcher, config.size, survive=survive)
         # torchrun takes -m itself and starts this Python by itself.
-        processes = [
+        return [
             subprocess.Popen(
                 [*command, "-m", module, *arguments],
                 env=variables,
@@ -140,9 +138,6 @@ def start(
             )
             for variables in environments
         ]
-    for process in processes:
-        priority.keep(process.pid)
-    return processes
 
 
 def _torchrun_environments(size: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
@@ -181,7 +176,6 @@ def run_script(
         text=True,
         start_new_session=True,
     )
-    priority.keep(process.pid)
     try:
         text, _ = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
