@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def test_metadata(wheel: Path) -> None:
         text = archive.read(name).decode()
         assert any(n.endswith("LICENSE") for n in archive.namelist())
     required = {
-        line.split(": ")[1].split(";")[0].split(">")[0].strip()
+        re.split("[;<>]", line.split(": ")[1])[0].strip()
         for line in text.splitlines()
         if line.startswith("Requires-Dist") and "extra ==" not in line
     }

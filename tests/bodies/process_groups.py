@@ -290,7 +290,10 @@ def destroyed(world: World) -> None:
             held.append(holdings())
             torch_distributed.destroy_process_group(group)
             del group
-        assert held[1:] == held[1:2] * 4, held
+        descriptors, *others = zip(*held[1:], strict=True)
+        assert all(len(set(each)) == 1 for each in others), held
+        # gloo's connections come and go in their own time; one kept each time would make three
+        assert max(descriptors) - min(descriptors) < 3, held
         kept: Any = torch_distributed.new_group(everyone, backend="gloo")
         dist.all_reduce(x, group=kept)
         torch_distributed.destroy_process_group(kept)
