@@ -223,8 +223,9 @@ class MappedTransport:
                     raise InUseError(f"slots of turns {side.ring.held} of {name} are still held")
                 if num := side.num_live:
                     raise InUseError(
-                        f"{num} tensors of {name} are still alive: drop them first, or close "
-                        "with force=True and never touch them again"
+                        f"{num} tensors of {name} are still alive: drop them first, and what "
+                        "autograd made of them, whose graph keeps them; or close with force=True "
+                        "and never touch them again"
                     )
                 side.streams.fence().wait()
 

@@ -26,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.add_argument("--unit", action="store_true", help="print a unit file for systemd")
     options = arguments.parse_args(sys.argv[1:] if argv is None else list(argv))
     if options.unit:
-        sys.stdout.write((Path(tpspan.launch.__path__[0]) / UNIT).read_text())
+        # a service does not have this environment's commands on its path
+        python = '"' + sys.executable.replace("%", "%%") + '"'
+        text = (Path(tpspan.launch.__path__[0]) / UNIT).read_text()
+        sys.stdout.write(text.replace("{python}", python))
         return 0
     try:
         command = keeper_command("serve")
