@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import os
+import queue
+import random
+import signal
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +124,8 @@ def test_strides_and_memory_formats(memory: TensorRange) -> None:
         ((2,), 0, (-1,), "does not fit shape"),
         ((2,), 0, (PAGE_NBYTES,), "do not lie inside"),
         ((2, 2), PAGE_NBYTES - 8, (1, 1), "do not lie inside"),
+        ((1,), 0, (1 << 70,), "does not fit shape"),
+        ((0, 10**30), 0, None, "too large"),
     ],
 )
 def test_what_makes_no_tensor(
@@ -127,6 +137,24 @@ def test_what_makes_no_tensor(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         memory.tensor(shape, torch.int32, offset, stride, keep=None)
+    assert memory.num_live == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "offset", "stride"),
+    [
+        ((2.7,), torch.int32, 0, None),
+        ((2,), torch.int32, 4.0, None),
+        ((2,), torch.int32, 0, (1.0,)),
+        ((2,), None, 0, None),
+        ((2,), "int32", 0, None),
+    ],
+)
+def test_what_is_no_description_of_a_tensor(
+    memory: TensorRange, shape: Any, dtype: Any, offset: Any, stride: Any
+) -> None:
+    with pytest.raises(TypeError, match="integer|torch.dtype"):
+        memory.tensor(shape, dtype, offset, stride, keep=None)
     assert memory.num_live == 0
 
 
@@ -251,13 +279,181 @@ def test_an_error_beside_a_temporary_comes_through(
 
 def test_what_a_tensor_needs_is_used_again(memory: TensorRange) -> None:
     before = memory.tensor((4,), torch.int8, keep=None)
-    num_known = len(tensors._free) + len(tensors._live)
+    num_known = len(structs(memory))
     for _ in range(10):
         made = memory.tensors([((4,), torch.int8, 4 * n, (1,)) for n in range(50)], keep=None)
         del made
-    assert len(tensors._free) + len(tensors._live) <= num_known + tensors._NUM_STRUCTS
+    assert len(structs(memory)) <= num_known + tensors._NUM_STRUCTS
     assert memory.num_live == 1
     del before
+
+
+def structs(*ranges: TensorRange) -> list[int]:
+    """Where the structs lie, of the tensors of some ranges, and those to be used."""
+    tensors._take_back()
+    free = [at for at, _ in tensors._free]
+    return [*free, *(at for each in ranges for at in each._refs)]
+
+
+def test_tensors_die_in_the_middle_of_making_others(memory: TensorRange) -> None:
+    """In cycles, which the collector finds where it likes: here at whatever a profiler is told."""
+    before = structs(memory)
+    seen: list[object] = []
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        seen.append([event])
+        if len(seen) > 5000:
+            seen.clear()
+
+    sys.setprofile(profile)
+    try:
+        for _ in range(1500):
+            cycle: list[object] = [memory.tensor((4,), torch.float32, keep=None)]
+            cycle.append(cycle)
+            pair = [memory.tensor((2,), torch.float32, keep=None) for _ in range(2)]
+    finally:
+        sys.setprofile(None)
+    del cycle, pair
+    gc.collect()
+    assert memory.num_live == 0
+    after = structs(memory)
+    assert len(set(after)) == len(after), "one struct is had twice"
+    assert set(before) <= set(after), "one is lost"
+
+
+def test_threads_make_tensors_and_drop_those_of_others(memory: TensorRange) -> None:
+    known = structs(memory)
+    moved: queue.SimpleQueue[object] = queue.SimpleQueue()
+    errors: list[BaseException] = []
+    end = time.monotonic() + 3
+
+    def work(seed: int) -> None:
+        dice, kept = random.Random(seed), []
+        try:
+            while time.monotonic() < end:
+                starts = [16 * dice.randrange(1000) for _ in range(dice.randrange(1, 40))]
+                parts: list[Part] = [((4,), torch.float32, start, (1,)) for start in starts]
+                for start, made in zip(starts, memory.tensors(parts, keep=None), strict=True):
+                    assert made.data_ptr() == memory.address + start
+                    way = dice.random()
+                    if way < 0.3:
+                        moved.put(made.view(2, 2))
+                    elif way < 0.5:
+                        kept.append(made.numpy())
+                    elif way < 0.7:
+                        cycle: list[object] = [made]
+                        cycle.append(cycle)
+                if len(kept) > 300:
+                    del kept[150:]
+                while moved.qsize() > 500:
+                    moved.get()
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            gc.collect()
+            time.sleep(0.01)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    while not moved.empty():
+        moved.get()
+    gc.collect()
+    assert memory.num_live == 0
+    after = structs(memory)
+    assert len(set(after)) == len(after), "one struct is had twice"
+    assert set(known) <= set(after), "one is lost"
+    assert (len(after) - len(known)) % tensors._NUM_STRUCTS == 0, "one is lost"
+
+
+@pytest.mark.parametrize("num_at_once", [1, 20])
+def test_a_signal_leaves_the_count_right(
+    memory: TensorRange, num_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # what a signal interrupts elsewhere, in a callback of Python, is no matter of this test
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+    class Interrupt(KeyboardInterrupt):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    parts: list[Part] = [((4,), torch.float32, 16 * n, (1,)) for n in range(num_at_once)]
+    dice, num_interrupts, end = random.Random(1), 0, time.monotonic() + 2
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        while time.monotonic() < end:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 4e-4))
+                for _ in range(40):
+                    memory.tensors(parts, keep=None)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupt:
+                num_interrupts += 1
+            assert memory.num_live == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupts > 100
+    after = structs(memory)
+    assert len(set(after)) == len(after), "one struct is had twice"
+
+
+def test_a_tensor_dies_at_the_recursion_limit(memory: TensorRange) -> None:
+    keeper = Keeper()
+    known = weakref.ref(keeper)
+
+    def deep(held: list[object]) -> None:
+        with contextlib.suppress(RecursionError):
+            deep(held)
+        held.clear()
+
+    deep([memory.tensor((4,), torch.float32, keep=keeper)])
+    del keeper
+    assert memory.num_live == 0
+    assert known() is None
+
+
+def test_a_fork_finds_nothing_locked(memory: TensorRange) -> None:
+    made, stop = memory.tensor((4,), torch.float32, keep=None), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            memory.tensor((4,), torch.float32, keep=None)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            child = os.fork()
+            if not child:
+                mine = memory.tensor((4,), torch.float32, keep=None)
+                del mine
+                os._exit(memory.num_live != 1 and memory.num_live > 3)  # those of the threads
+            end = time.monotonic() + 20
+            while os.waitpid(child, os.WNOHANG) == (0, 0):
+                if time.monotonic() > end:
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    raise AssertionError("a child hangs")
+                time.sleep(0.001)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    del made
+    assert memory.num_live == 0
 
 
 def test_a_clone_is_ordinary_memory(memory: TensorRange) -> None:

@@ -5,19 +5,25 @@ A tensor is made through DLPack (the DLPack specification, structs ``DLManagedTe
 give the GPU of whichever rank owns the first page.
 
 A weak reference to its storage tells when the last view has gone: torch keeps the Python object of
-a storage as long as the storage (THPStorage, "PyObject preservation"). A deleter in Python would
-not do: torch calls it while an exception is on its way, if a tensor dies of that, and then neither
-the call nor the exception comes through.
+a storage as long as the storage (THPStorage, "PyObject preservation"), and with it what the object
+refers to. A deleter in Python would not do: torch calls it while an exception is on its way, if a
+tensor dies of that, and then neither the call nor the exception comes through.
+
+Tensors die at any moment, and in any thread: in a collection in the middle of what is below, at the
+recursion limit, while a signal waits for its handler. So nothing of Python runs then. What has gone
+is put into a queue, and its struct is used again by whoever makes the next tensors; what lives is
+asked of the references, and not counted. Each step on what threads share is one call of a list, a
+dict or a deque, and none of them waits: there is no lock that a fork could leave locked.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import math
+import operator
 import struct
-import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -44,6 +50,7 @@ _TYPES = {
 _MANAGED = struct.Struct("@QiiiBBHQQQQQ")
 _pack_into = _MANAGED.pack_into
 _NO_DELETER = 0
+_END = 1 << 63  # of what DLPack can say
 
 # Torch looks for the deleter when a storage goes, be it after the interpreter has ended: the
 # structs lie in memory that is used again and never freed.
@@ -59,30 +66,26 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 Part = tuple[Sequence[int], torch.dtype, int, Sequence[int]]
 """Shape, dtype, offset in bytes, and strides in elements of a tensor."""
 
-
 _Place = tuple[int, memoryview]
 """Room for a struct: its address, and how it is written."""
 
 
-class _Live(weakref.ref[torch.UntypedStorage]):
-    """A storage that some tensor still has, and what it needs.
+class _Ref(weakref.ref[torch.UntypedStorage]):
+    """A storage over some range.
 
     Attributes:
         place: its struct.
         range: where it lies.
-        keep: what it keeps alive.
     """
 
-    __slots__ = ("keep", "place", "range")
+    __slots__ = ("place", "range")
 
     place: _Place
     range: TensorRange
-    keep: object
 
 
-_live: dict[int, _Live] = {}
 _free: list[_Place] = []
-_lock = threading.RLock()  # the collector may drop a tensor while one is being made
+_gone: deque[_Ref] = deque()
 
 
 class TensorRange:
@@ -97,12 +100,12 @@ class TensorRange:
         self.address = address
         self.nbytes = nbytes
         self.device = device
-        self._num_live = 0
+        self._refs: dict[int, _Ref] = {}  # by the addresses of their structs
 
     @property
     def num_live(self) -> int:
         """Handed-out tensors of which a view still lives."""
-        return self._num_live
+        return sum(ref() is not None for ref in list(self._refs.values()))
 
     def tensor(
         self,
@@ -123,14 +126,20 @@ class TensorRange:
             keep: stays alive as long as any view of the tensor.
 
         Raises:
+            TypeError: a size, step or offset is no integer, or the dtype none of torch.
             ValueError: it would not lie inside the range, or is not aligned.
         """
-        shape = tuple(int(size) for size in shape)
-        if any(size < 0 for size in shape):
-            raise ValueError(f"shape {shape} has a negative size")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, not {dtype!r}")
+        shape = tuple(map(operator.index, shape))
+        offset_bytes = operator.index(offset_bytes)
+        if any(not 0 <= size < _END for size in shape):
+            raise ValueError(f"shape {shape} has a negative size, or one that is too large")
         itemsize = dtype.itemsize
-        if stride is not None and (len(stride) != len(shape) or any(step < 0 for step in stride)):
-            raise ValueError(f"stride {tuple(stride)} does not fit shape {shape}")
+        if stride is not None:
+            stride = tuple(map(operator.index, stride))
+            if len(stride) != len(shape) or any(not 0 <= step < _END for step in stride):
+                raise ValueError(f"stride {stride} does not fit shape {shape}")
         if stride is None or 0 in shape:
             numel = math.prod(shape)
         else:
@@ -188,27 +197,26 @@ class TensorRange:
         device = device_type, self.device.index or 0
         address = self.address
         made: list[torch.Tensor] = []
-        places = _places(len(parts))
-        try:
-            for shape, dtype, offset_bytes, _ in parts:
-                ndim = len(shape)
-                code, bits = _TYPES[dtype]
-                stride_at = shape_at + 8 * ndim
-                place = places.pop()  # torch may have it from here on, whatever happens
-                at, view = place
-                first = address + offset_bytes
-                dims = shape_at, stride_at
-                _pack_into(view, 0, first, *device, ndim, code, bits, 1, *dims, 0, 0, _NO_DELETER)
-                shape_at = stride_at + 8 * ndim
-                tensor = _from_dlpack(_new_capsule(at, b"dltensor", None))
-                live = _Live(tensor.untyped_storage(), _dropped)
-                live.place, live.range, live.keep = place, self, keep
-                _live[at] = live
-                made.append(tensor)
-        finally:
-            with _lock:
-                self._num_live += len(made)
-                _free.extend(places)
+        _take_back()
+        for shape, dtype, offset_bytes, _ in parts:
+            ndim = len(shape)
+            code, bits = _TYPES[dtype]
+            stride_at = shape_at + 8 * ndim
+            place = (
+                _place()
+            )  # torch may have it from here on, whatever happens: it is not given back
+            at, view = place
+            first = address + offset_bytes
+            dims = shape_at, stride_at
+            _pack_into(view, 0, first, *device, ndim, code, bits, 1, *dims, 0, 0, _NO_DELETER)
+            shape_at = stride_at + 8 * ndim
+            tensor = _from_dlpack(_new_capsule(at, b"dltensor", None))
+            storage = tensor.untyped_storage()
+            storage._tpspan_needs = self, keep  # type: ignore[attr-defined]
+            ref = _Ref(storage, _gone.append)
+            ref.place, ref.range = place, self
+            self._refs[at] = ref
+            made.append(tensor)
         return made
 
 
@@ -220,33 +228,33 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _places(num: int) -> list[_Place]:
-    """Room for structs."""
-    with _lock:
-        while len(_free) < num:
-            block = _calloc(_NUM_STRUCTS, _MANAGED.size)
-            if not block:
-                raise MemoryError("no memory is left for the structs of tensors")
-            for at in range(block, block + _NUM_STRUCTS * _MANAGED.size, _MANAGED.size):
-                _free.append((at, memoryview((ctypes.c_char * _MANAGED.size).from_address(at))))
-        taken = _free[len(_free) - num :]
-        del _free[len(_free) - num :]
-    return taken
+def _place() -> _Place:
+    """Room for a struct."""
+    while True:
+        try:
+            return _free.pop()
+        except IndexError:
+            _free.extend(_new_places())
 
 
-def _dropped(live: _Live) -> None:
-    with _lock:
-        del _live[live.place[0]]
-        live.range._num_live -= 1
-        _free.append(live.place)
+def _new_places() -> list[_Place]:
+    block = _calloc(_NUM_STRUCTS, _MANAGED.size)
+    if not block:
+        raise MemoryError("no memory is left for the structs of tensors")
+    struct_type = ctypes.c_char * _MANAGED.size
+    return [
+        (at, memoryview(struct_type.from_address(at)))
+        for at in range(block, block + _NUM_STRUCTS * _MANAGED.size, _MANAGED.size)
+    ]
 
 
-@atexit.register
-def _forget() -> None:
-    """Keep tensors that outlive the interpreter from calling back into it."""
-    with _lock:
-        _left.extend((live.range, live.keep) for live in _live.values())
-        _live.clear()
-
-
-_left: list[tuple[TensorRange, object]] = []  # what those still use
+def _take_back() -> None:
+    """Let the structs of storages that have gone be used again."""
+    while True:
+        try:
+            ref = _gone.popleft()
+        except IndexError:
+            return
+        # in this order: another thread may use it at once
+        ref.range._refs.pop(ref.place[0], None)
+        _free.append(ref.place)
