@@ -246,6 +246,8 @@ def _claim(
     )
     if not 0 <= rank < world_size:
         raise LaunchError(f"{who}: rank {rank} of {world_size} cannot be: {_show(environ)}")
+    if local_world_size is not None and local_world_size < 1:
+        raise LaunchError(f"{who}: {local_world_size} local ranks cannot be: {_show(environ)}")
     if local_rank is not None and not 0 <= local_rank < (local_world_size or world_size):
         raise LaunchError(f"{who}: local rank {local_rank} cannot be: {_show(environ)}")
     shown = ", ".join(f"{name}={environ[name]}" for name in present)

@@ -149,6 +149,8 @@ def test_a_named_launcher_reads_its_own_variables_only() -> None:
         ({**TORCHRUN, "MASTER_PORT": "http"}, ["MASTER_PORT='http' is no integer"]),
         ({**TORCHRUN, "RANK": "8"}, ["rank 8 of 8"]),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, ["local rank 4"]),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "-3"}, ["-3 local ranks"]),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, ["0 local ranks"]),
         ({**HYDRA, "PMI_RANK": "-1"}, ["rank -1 of 8"]),
         ({"PMIX_RANK": "-1"}, ["negative"]),
     ],

@@ -95,6 +95,15 @@ def test_out_of_memory_on_one_rank(ranks: Ranks) -> None:
     ranks.run("bodies.failures:out_of_memory", victim=ranks.size - 1)
 
 
+@pytest.mark.ranks(3, launchers=("mpirun",), backends=("host",))
+@pytest.mark.parametrize(("victim", "room"), [(0, 0), (0, 2), (1, 1)])
+def test_no_descriptor_is_left_for_the_sockets(ranks: Ranks, victim: int, room: int) -> None:
+    """Said before any rank waits for a connection, and the folder of the sockets goes."""
+    outcome = ranks.fresh("bodies.failures:no_sockets", victim=victim, room=room)
+    assert [r.error for r in outcome.reports if r] == [None] * 3
+    assert outcome.values[victim] == "socket EMFILE"
+
+
 @pytest.mark.ranks(2, 3, launchers=("mpirun",))
 def test_a_full_table_of_descriptors_on_one_rank(ranks: Ranks) -> None:
     """Wherever the last descriptor goes: own blocks, exports, a message, imports."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import itertools
 import os
 import resource
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -354,6 +356,30 @@ def out_of_memory(world: World, victim: int) -> None:
         assert holds(span)
         meet(span)
     trim(world)
+
+
+def no_sockets(world: World, victim: int, room: int) -> str:
+    """One rank has few descriptors when the ranks are to be connected. Return what it said."""
+    before = set(open_descriptors())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers = []
+    if world.rank == victim:
+        fillers = [os.dup(0) for number in range(max(before)) if number not in before]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 1 + room, hard))
+    try:
+        error = failure(lambda: Span.allocate(world, (world.world_size, 64), torch.uint8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in fillers:
+            os.close(number)
+    world.control.barrier()
+    assert glob.glob(f"{tempfile.gettempdir()}/tpspan-*") == [], "the folder of the sockets"
+    if world.rank != victim:
+        assert isinstance(error, PeerError), error
+        assert error.ranks == (victim,), error
+        return ""
+    assert isinstance(error, DriverError), error
+    return f"{error.call} {error.code_name}"
 
 
 def full_table(world: World, victim: int, num_blocks: int, num_others: int, room: int) -> str:

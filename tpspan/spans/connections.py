@@ -11,7 +11,6 @@ import contextlib
 import errno
 import hmac
 import os
-import shutil
 import socket
 import struct
 import tempfile
@@ -56,6 +55,11 @@ def connect_all(world: World, together: Together) -> dict[int, socket.socket]:
                 closing.enter_context(made)
                 made.bind(str(directory / str(world.rank)))
                 made.listen(world.world_size)
+                # A rank that finds later that it has no descriptor for a connection would leave
+                # its peer waiting for that until the deadline.
+                with contextlib.ExitStack() as spare:
+                    for _ in range(world.world_size - 1):
+                        spare.callback(os.close, os.dup(made.fileno()))
             return made
 
         def meet() -> None:
@@ -168,15 +172,25 @@ def _directory(world: World, together: Together) -> Iterator[Path]:
         def make() -> str | None:
             if world.rank:
                 return None
-            parents = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
+            # tempfile.gettempdir would try to write a file, for which a descriptor may be missing
+            parents = [os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR")]
             usable = (p for p in parents if p and len(p) < _MAX_PARENT and os.access(p, os.W_OK))
             with _system_errors("mkdtemp"):
                 made = tempfile.mkdtemp(prefix="tpspan-", dir=next(usable, "/tmp"))  # mode 0700
-            undo.callback(shutil.rmtree, made, ignore_errors=True)
+            undo.callback(_remove, made, world.world_size)
             return made
 
         made = together("making a directory for sockets", make)
         yield Path(world.control.broadcast(made))
+
+
+def _remove(directory: str, world_size: int) -> None:
+    """Remove the directory and every rank's socket, be it with no descriptor left to list it."""
+    with contextlib.suppress(OSError):
+        for rank in range(world_size):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(directory, str(rank)))
+        os.rmdir(directory)
 
 
 @contextlib.contextmanager
