@@ -439,9 +439,10 @@ def test_a_fork_finds_nothing_locked(memory: TensorRange) -> None:
             if not child:
                 mine = memory.tensor((4,), torch.float32, keep=None)
                 del mine
-                os._exit(memory.num_live != 1 and memory.num_live > 3)  # those of the threads
+                os._exit(not 1 <= memory.num_live <= 3)  # ``made``, and one of each thread
             end = time.monotonic() + 20
-            while os.waitpid(child, os.WNOHANG) == (0, 0):
+            while (ended := os.waitpid(child, os.WNOHANG)) != (child, 0):
+                assert ended == (0, 0), "a child counts wrongly, or has died"
                 if time.monotonic() > end:
                     os.kill(child, signal.SIGKILL)
                     os.waitpid(child, 0)

@@ -11,7 +11,7 @@ import resource
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -358,20 +358,26 @@ def out_of_memory(world: World, victim: int) -> None:
     trim(world)
 
 
-def no_sockets(world: World, victim: int, room: int) -> str:
-    """One rank has few descriptors when the ranks are to be connected. Return what it said."""
+@contextlib.contextmanager
+def few_descriptors(room: int) -> Iterator[None]:
+    """So many may be opened besides those that are open."""
     before = set(open_descriptors())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    fillers = []
-    if world.rank == victim:
-        fillers = [os.dup(0) for number in range(max(before)) if number not in before]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 1 + room, hard))
+    # no free numbers below the limit
+    fillers = [os.dup(0) for number in range(max(before)) if number not in before]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 1 + room, hard))
     try:
-        error = failure(lambda: Span.allocate(world, (world.world_size, 64), torch.uint8))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for number in fillers:
             os.close(number)
+
+
+def no_sockets(world: World, victim: int, room: int) -> str:
+    """One rank has few descriptors when the ranks are to be connected. Return what it said."""
+    with few_descriptors(room) if world.rank == victim else contextlib.nullcontext():
+        error = failure(lambda: Span.allocate(world, (world.world_size, 64), torch.uint8))
     world.control.barrier()
     assert glob.glob(f"{tempfile.gettempdir()}/tpspan-*") == [], "the folder of the sockets"
     if world.rank != victim:
@@ -389,26 +395,17 @@ def full_table(world: World, victim: int, num_blocks: int, num_others: int, room
     sizes[victim] = num_blocks * PAGE
     layout = Layout.blocked(sizes, page_nbytes=PAGE, max_run_nbytes=PAGE)
     before = set(open_descriptors())
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    fillers = []
-    if world.rank == victim:
-        for number in range(max(before)):  # no free numbers below the limit
-            if number not in before:
-                fillers.append(os.dup(0))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 1 + room, hard))
     span = None
-    try:
-        with FaultyDriver(world.driver) as watch:
-            try:
-                span = Span.allocate_bytes(world, layout, timeout_s=20)
-                error: BaseException | None = None
-            except Exception as caught:
-                error = caught.with_traceback(None)
-                assert watch.held == NOTHING, watch.held
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for number in fillers:
-            os.close(number)
+    with (
+        few_descriptors(room) if world.rank == victim else contextlib.nullcontext(),
+        FaultyDriver(world.driver) as watch,
+    ):
+        try:
+            span = Span.allocate_bytes(world, layout, timeout_s=20)
+            error: BaseException | None = None
+        except Exception as caught:
+            error = caught.with_traceback(None)
+            assert watch.held == NOTHING, watch.held
     if error is None:
         assert span is not None
         span.close()

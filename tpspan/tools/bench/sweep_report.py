@@ -16,7 +16,6 @@ import rich.console
 import rich.table
 import torch
 
-import tpspan
 from tpspan.launch.world import World
 from tpspan.tools.bench import report
 from tpspan.tools.bench.allocating import shown
@@ -52,9 +51,7 @@ def run(world: World, options: argparse.Namespace, command_line: str, measure: M
         if options.json:
             report.write(found, options.json)
         if options.plot:
-            where = found["hardware"]["gpu"] or found["hardware"]["cpu"]
-            title = f"tpspan {tpspan.__version__}: {world.world_size} ranks, {world.backend}"
-            plot(rows, options.plot, f"{title}, {options.dtype}, {where}")
+            plot(found, options.plot)
     bench.board.barrier()
 
 
@@ -139,8 +136,16 @@ def _notes(figures: Sequence[Figure], operation: str) -> dict[str, str]:
     return {name: note for name, note in named.items() if not name.endswith(_PARTS)}
 
 
-def plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Draw times and ratios over sizes into an image file; needs matplotlib."""
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Draw times and ratios over sizes into an image file; needs matplotlib.
+
+    Args:
+        found: a ``document``, be it one that was read from a file of an older release.
+    """
+    unknown = dict.fromkeys(field.name for field in dataclasses.fields(Row))
+    rows = [Row(**{**unknown, **row}) for row in found["rows"]]
+    where = found["hardware"]["gpu"] or found["hardware"]["cpu"]
+    title = f"tpspan {found['versions']['tpspan']}: {found['ranks']} ranks, {found['backend']}"
     backend: Any = importlib.import_module("matplotlib")
     backend.use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
@@ -169,6 +174,6 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
             axis.set_xlabel("bytes")
             axis.grid(alpha=0.3)
             axis.legend()
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(f"{title}, {found['dtype']}, {where}", fontsize=11)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
