@@ -96,9 +96,10 @@ class OwnMemory:
             undo.callback(close_each, [block.close for block in blocks.values()])
             self.mapped = Mapped(place, layout)
             undo.callback(self.mapped.close)
+            undo.callback(self.settle)
             self.mapped.place_all(blocks, Right.READ_WRITE)
             for number in blocks:
-                self.mapped.words(number).zero_()  # what no tensor covers is the same everywhere
+                self.words(number).zero_()  # what no tensor covers is the same everywhere
             undo.pop_all()
         self._open = set(self.places)
 
@@ -111,6 +112,7 @@ class OwnMemory:
         return self.mapped.address
 
     def words(self, place: int) -> torch.Tensor:
+        self._streams.use()
         return self.mapped.words(place)
 
     def tensor(self, entry: Entry, *, keep: object) -> torch.Tensor:
@@ -141,6 +143,7 @@ class OwnMemory:
             undo.callback(self.mapped.replace, old)
             undo.callback(self.mapped.protect, closed, Right.READ)
             self.mapped.protect(closed, Right.READ_WRITE)
+            undo.callback(self.settle)
             for place in closed:
                 self.words(place).copy_(published.words(place))
             self._place.synchronize()
@@ -166,6 +169,8 @@ class OwnMemory:
         close_each(block.close for block in old.values())
 
     def close(self, published: Mapped | None) -> None:
-        """Unmap; blocks that are published too belong to their mapping there."""
+        """Unmap what nothing writes to any more; blocks that are published too belong to their
+        mapping there."""
+        self.settle()
         shared = [] if published is None else [published.block(place) for place in published.places]
         self.mapped.close(keep=shared)

@@ -207,6 +207,7 @@ class Publication(Mapping[str, torch.Tensor]):
                     blocks = self._new_blocks(changed)
                     undo.callback(close_each, [block.close for block in blocks.values()])
                 self._put(blocks, undo)
+                undo.callback(self._place.synchronize)  # nothing is unmapped under a copy
                 if not in_place:
                     for place in changed:
                         self._published.words(place).copy_(working.words(place))
