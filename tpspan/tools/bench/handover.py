@@ -89,12 +89,14 @@ def _set_up(
     num_k, num_n = _WIDTHS[world.backend]
     rows = max(1, nbytes // (num_n * dtype.itemsize))
     shape = (rows, num_n)
+    factors: list[torch.Tensor] = []
     if with_product:
         # A one in 64 numbers of x, and small integers in w: their sums are exact even in bf16, in
         # whatever order they are added up.
         x = integers(0, 0, rows * num_k, 64, dtype, world.device).view(rows, num_k).eq_(0)
         w = integers(1, 0, num_k * num_n, 3, dtype, world.device).view(num_k, num_n) - 1
         activation = _Activation(x @ w, lambda out: torch.mm(x, w, out=out))
+        factors = [x, w]
     else:
         whole = integers(0, 0, rows * num_n, _MODULUS, dtype, world.device)
         activation = _Activation(whole.view(shape))
@@ -133,6 +135,10 @@ def _set_up(
 
         def rest() -> None:
             activation.is_checked = False
+            # What is multiplied decides what power a GPU takes, and so its clock: not small
+            # integers, then, but numbers such as activations and weights are.
+            for factor in factors:
+                factor.normal_()
 
         def expected(start: int, stop: int) -> torch.Tensor:
             return activation.source.view(-1)[start:stop]

@@ -168,10 +168,16 @@ def _under_load(
     times: list[float] = []
     pace_s = _PACES_S[pace]
 
+    def ended() -> float:
+        # Of ranks that share a GPU, which one gets more of it differs from train to train; the
+        # last to end has seen all of the work.
+        took = train.finish()
+        return bench.agree(took) if bench.shares_device else took
+
     def alone() -> float:
         bench.start_together()
         train.start()
-        return train.finish()
+        return ended()
 
     def beside() -> tuple[float, int]:
         world = bench.world
@@ -182,12 +188,12 @@ def _under_load(
             is_mine = not way.in_turn or turn == world.rank
             for _ in range(num if is_mine else 0):
                 _keep_busy(pace_s)
-                took = way.once()
+                remap_s = way.once()
                 if train.is_running():  # all ranks remap equally often: count what was beside
-                    times.append(took)
+                    times.append(remap_s)
                     num_beside += 1
-            ended = train.finish()
-            seconds = ended if is_mine else seconds
+            train_s = ended()
+            seconds = train_s if is_mine else seconds
         return seconds, num_beside
 
     num = max(2, int(alone() / (pace_s or _SHORTEST_S) / 2))

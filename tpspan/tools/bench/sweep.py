@@ -25,9 +25,10 @@ Role = Literal["ours", "in place", "variant", "peer", "barrier", "floor"]
 # bf16 holds all integers up to this: what is added up stays exact in every order.
 _EXACT = 256
 _CHUNK = 4 << 20
-_SETTLE_S, _MOST_BEFORE = 0.03, 64
-_SAMPLE_S = 2e-3
-_MOST_CALLS = 50
+_SETTLE_S, _MOST_BEFORE = 0.03, 48  # fewer than a host may be ahead of remaps
+_SAMPLE_S, _MOST_CALLS = 2e-3, 50
+# Of ranks that share a GPU: a hundred times what a process waits for its time slice.
+_SHARED_SAMPLE_S, _MOST_SHARED_CALLS = 24e-3, 200
 # Beyond this a second check in bf16 says nothing new, and takes long.
 _BF16_NBYTES = 16 << 20
 # A peer that took longer for one call is not asked for a larger one: gloo's are seconds on a GPU.
@@ -273,8 +274,12 @@ def _timed(bench: Bench, body: Any, *, meets: bool) -> Callable[[], tuple[float,
 
     num_warm = int(min(_WARM_CALLS, max(1, _WARM_S / seconds_each(1))))
     call_s = seconds_each(num_warm)
-    fewest = 1 if call_s > _SETTLE_S / 4 else 4
-    num_calls = int(min(_MOST_CALLS, max(fewest, _SAMPLE_S / call_s)))
+    fewest, sample_s, most = 4, _SAMPLE_S, _MOST_CALLS
+    if bench.shares_device:
+        fewest, sample_s, most = 10, _SHARED_SAMPLE_S, _MOST_SHARED_CALLS
+    if call_s > _SETTLE_S / 4:
+        fewest = 1
+    num_calls = int(min(most, max(fewest, sample_s / call_s)))
     # Before what is timed: takes up what the ranks started apart, and brings the GPU to the clock
     # that it keeps under this load, whoever idled or worked before.
     num_before = int(max(num_calls // 4 + 1, min(_MOST_BEFORE, _SETTLE_S / call_s)))

@@ -29,7 +29,7 @@ def measure_barrier(bench: Bench) -> None:
         span.close()
         return
 
-    both = bench.sample(lambda: bench.queued(span.barrier, _NUM_CALLS, _NUM_BEFORE), most=50)
+    both = bench.sample(lambda: bench.queued(span.barrier, 2 * _NUM_CALLS, _NUM_BEFORE), most=50)
     bench.add_us(GROUP, f"on the stream, {many}", [on for on, _ in both], "queued ahead")
     bench.add_us(GROUP, "host time of a call", [host for _, host in both])
     samples = bench.sample(bench.on_stream(span.barrier, _NUM_CALLS), most=50)
