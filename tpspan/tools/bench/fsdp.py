@@ -9,13 +9,11 @@ every round. Memory is watched in rounds of their own, too, since watching takes
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import gc
 import importlib
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from tpspan.launch.world import World
 from tpspan.tools.bench import peak, report
 from tpspan.tools.bench.job import in_job
 from tpspan.tools.bench.measuring import Bench, Figure
-from tpspan.tools.bench.transformer import Transformer, next_token_loss
+from tpspan.tools.bench.transformer import Transformer, deterministic, next_token_loss
 from tpspan.tools.bench.values import WrongValues
 
 SCHEMA = "tpspan-bench-fsdp/1"
@@ -85,7 +83,7 @@ def run(world: World, options: argparse.Namespace, command_line: str) -> None:
             rounds[over_spans].append(_train(bench, mesh, options, over_spans, options.steps))
     compared = rounds
     if bench.is_cuda:
-        with _deterministic():
+        with deterministic():
             compared = {
                 over_spans: [_train(bench, mesh, options, over_spans, options.steps)]
                 for over_spans in (False, True)
@@ -126,18 +124,6 @@ def _mesh(bench: Bench) -> tuple[str, DeviceMesh, str]:
         note = "ranks share a GPU, which NCCL refuses: gloo instead, through the host"
         return "gloo", _mesh_over(torch_distributed.new_group(backend="gloo"), "cuda"), note
     return "nccl", _mesh_over(torch_distributed.new_group(backend="nccl"), "cuda"), ""
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    """The same losses in every round; what has no such algorithm is let be."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
 
 
 def _mesh_over(group: Any, device_type: str) -> DeviceMesh:

@@ -1,8 +1,9 @@
 """``tpspan bench pipeline --schedules`` on one rank: training in stages, torch's and ours.
 
 Both train a transformer from the same weights on the same tokens, step by step in turns; the losses
-of all steps must agree before anything is reported. Memory is watched in runs of their own. Models
-of several sizes show where handing over matters, and where computing is all there is.
+of all steps must agree before anything is reported, on CUDA those of steps of their own. Memory is
+watched in runs of their own, too. Models of several sizes show where handing over matters, and
+where computing is all there is.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tpspan.tools.bench.pipeline_timeline import (
     draw,
     share_outside,
 )
-from tpspan.tools.bench.transformer import Transformer
+from tpspan.tools.bench.transformer import Transformer, deterministic
 from tpspan.tools.bench.values import WrongValues
 
 SCHEMA = "tpspan-bench-pipeline-schedules/2"
@@ -160,6 +161,8 @@ def _measure(
     pictures: dict[str, list[list[Stretch]]],
 ) -> Row:
     """Train both in turns, and add what was seen."""
+    if bench.is_cuda:
+        _compare_deterministic(bench, options, name, group)
     pair = [_build(bench, options, name, ours, group) for ours in (False, True)]
     num_steps, step = 2, 0
     while step < num_steps:
@@ -170,7 +173,8 @@ def _measure(
             took_s = bench.agree(time.perf_counter() - begin)
             num_steps = 1 + (options.steps or _num_steps(took_s))
         step += 1
-    _compare(bench, pair)
+    if not bench.is_cuda:
+        _compare(bench, pair)
     notes = f"losses equal; {bench.crowd}".rstrip("; ")
     title = f"{name}, {_shape(options)}"
     times = [
@@ -300,8 +304,29 @@ def _add_floor(bench: Bench, title: str, pair: list[Contender], times: list[Figu
     return shares[0]
 
 
+def _compare_deterministic(
+    bench: Bench, options: argparse.Namespace, name: str, group: Any
+) -> None:
+    """Train both a few steps with torch's deterministic algorithms, and compare their losses.
+
+    Without them a GPU makes some sums in whatever order its blocks come, and two trainings of
+    torch's own have different losses.
+
+    Raises:
+        WrongValues: a loss differs; on all ranks.
+    """
+    with deterministic():
+        pair = [_build(bench, options, name, ours, group) for ours in (False, True)]
+        for step in range(options.steps or _FEWEST_STEPS):
+            for contender in pair:
+                _step(bench, options, contender, step)
+    _compare(bench, pair)
+    for one in pair:
+        _close(one)
+
+
 def _compare(bench: Bench, pair: list[Contender]) -> None:
-    """On the host to the bit; on a GPU sums may be made in another order.
+    """On the host to the bit; on a GPU sums may still be made in another order.
 
     Raises:
         WrongValues: a loss differs; on all ranks.

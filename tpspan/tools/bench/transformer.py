@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -59,3 +63,15 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """How badly each token is predicted from those before it, averaged."""
     logits = model(tokens[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Let training have the same losses every time; what has no such algorithm is let be."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
