@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 import tpspan
-from sharing_processes import keeper_pid, own_keeper, wait_until
+from sharing_processes import ON_EACH_DEVICE, keeper_pid, own_keeper, wait_until
 from tpspan.tools import keeper as keeper_tool
 from tpspan.tools import listing, publish, remove
 from tpspan.tools.cli import COMMANDS
@@ -164,9 +164,10 @@ def test_the_bench_checks_and_measures(tmp_path: Path) -> None:
     assert all(figure.get("median_s", 1) > 0 for figure in found["figures"])
 
 
-def test_a_trainer_and_a_generator(capfd: pytest.CaptureFixture[str]) -> None:
+@ON_EACH_DEVICE
+def test_a_trainer_and_a_generator(capfd: pytest.CaptureFixture[str], device: str) -> None:
     """The trainer in this process, which has torch; the generator is a program of its own."""
-    runpy.run_path(str(EXAMPLES / "trainer_and_generator.py"))["train"](0.5, "cpu")
+    runpy.run_path(str(EXAMPLES / "trainer_and_generator.py"))["train"](0.5, device)
     said = capfd.readouterr().out
     assert "flips; from commit to flip" in said
     assert tpspan.published() == []
