@@ -89,10 +89,10 @@ class PlayedCalls:
         self._num_since += 1
         self.num_put = max(self.num_put, self._num_since)
 
-    def bench(self, world_size: int, *, shares_device: bool) -> Bench:
+    def bench(self, *, shares_device: bool) -> Bench:
         """A bench of one rank that says of itself what the ranks agree on."""
         bench: Any = Bench.__new__(Bench)
-        bench.world, bench.shares_device = SimpleNamespace(world_size=world_size), shares_device
+        bench.shares_device = shares_device
         bench.agree, bench.start_together = float, lambda: None
         return cast(Bench, bench)
 
@@ -117,7 +117,7 @@ def test_an_event_that_comes_late_is_taken_off(
     monkeypatch: pytest.MonkeyPatch, shares_device: bool, meets: bool, late_us: int
 ) -> None:
     calls = PlayedCalls(monkeypatch)
-    bench = calls.bench(2, shares_device=shares_device)
+    bench = calls.bench(shares_device=shares_device)
     stream_s, host_s = bench.queued(calls, 50, 14, meets=meets)
     assert stream_s * 1e6 == pytest.approx(17 + late_us / 50)
     assert host_s > 0
@@ -126,7 +126,7 @@ def test_an_event_that_comes_late_is_taken_off(
 
 def test_a_host_may_be_far_ahead_while_a_stream_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = PlayedCalls(monkeypatch)
-    bench = calls.bench(64, shares_device=True)
+    bench = calls.bench(shares_device=True)
     room, rooms = stream_watch.ROOM, []
 
     def call() -> None:

@@ -21,6 +21,8 @@ from tpspan.errors import DriverError, KeeperError, OutOfMemoryError, UnknownNam
 from tpspan.memory import Driver
 from tpspan.sharing import client, starting
 from tpspan.sharing.local import local
+from tpspan.sharing.mapped import Mapped
+from tpspan.sharing.memory import OwnMemory
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +88,38 @@ def test_publishing(device: str) -> None:
         nothing_is_there,
     )
     assert count >= 9
+    made.pop().close(remove=True)
+
+
+def test_invariant_5_what_fails_waits_before_it_unmaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work of a GPU would go on; without one, nothing but the order shows it."""
+    order: list[object] = []
+    settle, close = OwnMemory.settle, Mapped.close
+
+    def settled(self: OwnMemory) -> None:
+        order.append("settled")
+        settle(self)
+
+    def closed(self: Mapped, **options: Any) -> None:
+        order.append(self)
+        close(self, **options)
+
+    monkeypatch.setattr(OwnMemory, "settle", settled)
+    monkeypatch.setattr(Mapped, "close", closed)
+    given = tensors(1, "cpu", 1)
+    firsts: set[object] = set()
+
+    def only_after_waiting() -> None:
+        firsts.add("settled" if order[:1] == ["settled"] else "closed" if order else "nothing")
+        order.clear()
+
+    made: list[Any] = []
+
+    def publish() -> None:
+        made.append(tpspan.publish(given, "x", block_nbytes=PAGE))
+
+    assert each_failing(local("cpu").driver, publish, only_after_waiting) >= 9
+    assert firsts == {"settled", "nothing"}, "unmapped before it was waited for"
     made.pop().close(remove=True)
 
 
