@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from harness import Ranks, rank_environment
 from tpspan.errors import PeerError
-from tpspan.spans.connections import accept, connect
+from tpspan.spans.connections import _has_room, accept, connect
 
 TOKEN = b"sixteen bytes ok"
 HELLO = struct.Struct("!16sI")
@@ -229,3 +230,18 @@ def test_many_ranks_share_one_span(size: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{size} ranks agree" in done.stdout
+
+
+def test_sockets_go_where_every_rank_can_have_one() -> None:
+    parent = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        assert _has_room(str(parent))
+        for name in ("x" * 80, "\u20ac" * 24):  # 24 characters, and 72 bytes
+            (parent / name).mkdir()
+            assert not _has_room(str(parent / name))
+        (parent / "file").touch()
+        assert not _has_room(str(parent / "file"))
+        assert not _has_room(str(parent / "nothing"))
+        assert not _has_room(os.path.relpath(parent)), "ranks may stand elsewhere"
+    finally:
+        shutil.rmtree(parent)

@@ -122,3 +122,13 @@ def test_a_full_table_of_descriptors_on_one_rank(ranks: Ranks) -> None:
     if ranks.backend == "host":
         assert (first, export, message, last) == ("memfd_create", "dup", "recvmsg", "dup")
     assert said(70, 70, 70 * ranks.size + 64 + 64) == ""
+
+
+@pytest.mark.ranks(2, 3)
+def test_invariant_4_a_call_that_is_left_by_an_interrupted_rank(ranks: Ranks) -> None:
+    ranks.run("bodies.failures:interrupted")
+
+
+@pytest.mark.ranks(2, 3)
+def test_invariant_3_a_rank_that_is_at_another_step(ranks: Ranks) -> None:
+    ranks.run("bodies.failures:out_of_step")

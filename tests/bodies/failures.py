@@ -8,6 +8,7 @@ import glob
 import itertools
 import os
 import resource
+import signal
 import tempfile
 import time
 import warnings
@@ -16,14 +17,14 @@ from typing import Any
 
 import torch
 
-from bodies.common import failure, fill, gather, holds, meet, raw, trim
+from bodies.common import failure, fill, gather, holds, meet, raw, short_lived, trim
 from bodies.remap import mark, one_step, striped, value_at
 from drivers import open_descriptors
 from faulty import NOTHING, FaultyDriver
 from tpspan.errors import ClosedError, CollectiveMismatch, DriverError, OutOfMemoryError, PeerError
 from tpspan.launch.world import World
 from tpspan.memory import PAGE_NBYTES
-from tpspan.spans import Layout, Span
+from tpspan.spans import Board, Layout, Span
 
 PAGE = PAGE_NBYTES
 
@@ -453,3 +454,60 @@ def forked_close(world: World) -> None:
     inner.control.barrier()
     Span.allocate(inner, (1,), torch.uint8).close()
     inner.close()
+
+
+class Interrupted(Exception):
+    """What a signal handler raises, as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def interruption(after_s: float) -> Iterator[None]:
+    """Let a signal handler raise ``Interrupted`` in the main thread soon."""
+
+    def handle(number: int, frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def interrupted(world: World) -> None:
+    """A rank is interrupted while it waits for the others in a call, and goes on to another one."""
+    victim = world.world_size - 1
+    with short_lived(world, 5.0) as inner:
+        span = Span.allocate(inner, (8, 8), torch.float32)
+        if world.rank == victim:
+            with interruption(0.2):
+                assert isinstance(failure(span.close), Interrupted)
+        world.control.barrier()
+        if world.rank != victim:
+            error = failure(span.close)
+            assert isinstance(error, PeerError) and error.ranks == (victim,), error
+        assert not span.is_closed
+        for _ in range(2):
+            start = time.monotonic()
+            error = failure(lambda: Span.allocate(inner, (4,), torch.uint8))
+            assert isinstance(error, PeerError) and error.ranks == (victim,), error
+            assert time.monotonic() - start < 5
+        span.close(force=True)
+
+
+def out_of_step(world: World) -> None:
+    """A rank begins a call while the others are in the middle of one."""
+    victim = world.world_size - 1
+    with short_lived(world, 5.0) as inner:
+        board = Board.of(inner)
+        board.begin("first", 1, lambda: None)
+        if world.rank == victim:
+            error = failure(lambda: board.begin("second", 2, lambda: None))
+        else:
+            error = failure(lambda: board.together("the middle of it", lambda: None))
+        assert isinstance(error, CollectiveMismatch), error
+        assert error.requests[victim] == "second (begun)"
+        assert error.requests[0] == "the middle of it (a later step)"
+        assert isinstance(failure(board.barrier), PeerError)

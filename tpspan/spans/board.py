@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 from tpspan import kernels
 from tpspan.errors import ClosedError, CollectiveMismatch, PeerError
-from tpspan.launch.votes import attempt, settle, together
+from tpspan.launch.votes import Vote, attempt, settle, together
 from tpspan.launch.world import IN_A_CHILD, MAX_TIMEOUT_S, World
 from tpspan.memory.host import HostDriver
 from tpspan.spans.exchange import Exchange
@@ -30,6 +30,7 @@ T = TypeVar("T")
 _LENGTH_NBYTES = 8
 _MESSAGES_OFFSET = 1 << 20  # the first half of the page holds counters
 _HALF_NBYTES = 1 << 19
+_BEGIN, _STEP = "begun", "a later step"
 
 
 _num_forks = 0
@@ -43,6 +44,11 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+def _is_step(said: object) -> bool:
+    """Whether a rank is at a step of a collective call."""
+    return isinstance(said, tuple) and len(said) == 4 and said[0] in (_BEGIN, _STEP)
+
+
 def is_deadline(timeout_s: object) -> bool:
     """Whether it can be one; None stands for that of the world."""
     if isinstance(timeout_s, numbers.Real):
@@ -53,8 +59,8 @@ def is_deadline(timeout_s: object) -> bool:
 class Board:
     """Small messages and votes among all ranks of a world on one host. Every call is collective.
 
-    After a call failed, the ranks no longer agree on what was said: every later call raises
-    ``PeerError`` at once.
+    After a call failed, or was left half done by an exception such as that of a signal handler, the
+    ranks no longer agree on what was said: every later call raises ``PeerError``.
     """
 
     def __init__(self, world: World) -> None:
@@ -110,11 +116,22 @@ class Board:
 
     def all_gather_bytes(self, message: bytes, *, timeout_s: float | None = None) -> list[bytes]:
         """``all_gather`` of bytes, of any lengths."""
+        self.check()
+        if timeout_s is None or not is_deadline(timeout_s):
+            timeout_s = self.timeout_s
+        try:
+            return self._exchanged(message, timeout_s)
+        except PeerError:
+            raise
+        except BaseException:
+            self._leave()
+            raise
+
+    def _exchanged(self, message: bytes, timeout_s: float) -> list[bytes]:
+        """Every rank's message, in as many rounds as the longest takes."""
         room = _HALF_NBYTES - _LENGTH_NBYTES
         received = [bytearray() for _ in range(self.world_size)]
         at = 0
-        valid = is_deadline(timeout_s)
-        self.check()
         while True:
             half = _MESSAGES_OFFSET + self._round % 2 * _HALF_NBYTES
             part = message[at : at + room]
@@ -122,7 +139,7 @@ class Board:
             ctypes.c_uint64.from_address(mine).value = len(message)
             ctypes.memmove(mine + _LENGTH_NBYTES, part, len(part))
             at += len(part)
-            self._meet(self.timeout_s if timeout_s is None or not valid else timeout_s)
+            self._meet(timeout_s)
             is_complete = True
             for rank, got in enumerate(received):
                 page = self._pages.address_of(rank) + half
@@ -162,8 +179,7 @@ class Board:
             return step()
 
         value, error, vote = attempt(self.rank, checked)
-        message = (operation, request, vote)
-        said = self.all_gather(message, timeout_s=timeout_s)
+        said = self._said(_BEGIN, operation, request, vote, timeout_s)
         if any(other[:2] != said[0][:2] for other in said):
             shown = {
                 rank: what if name == operation else f"{name}: {what}"
@@ -182,9 +198,32 @@ class Board:
             PeerError: the step failed on other ranks; it says what they said.
             BaseException: whatever ``step`` raised on this rank.
         """
-        return together(
-            what, self.rank, step, lambda vote: self.all_gather(vote, timeout_s=timeout_s)
-        )
+
+        def gather(vote: Vote) -> list[Vote]:
+            said = self._said(_STEP, what, None, vote, timeout_s)
+            return [vote for *_, vote in said]
+
+        return together(what, self.rank, step, gather)
+
+    def _said(
+        self, kind: str, what: str, request: object, vote: Vote, timeout_s: float | None
+    ) -> list[tuple[str, Any, Vote]]:
+        """What every rank does, asks for and votes at this step.
+
+        Raises:
+            CollectiveMismatch: a rank is at another step, because it has left a call that the
+                others are in; on all ranks, which do not agree on anything from here on.
+        """
+        said = self.all_gather((kind, what, request, vote), timeout_s=timeout_s)
+        if not all(_is_step(other) and other[0] == kind for other in said):
+            shown = {
+                rank: f"{other[1]} ({other[0]})" if _is_step(other) else f"{other!r:.80}"
+                for rank, other in enumerate(said)
+            }
+            # All have seen the same: nobody needs to be told.
+            self._broken = PeerError([self.rank], "ranks were at different steps of their calls")
+            raise CollectiveMismatch(what, shown)
+        return [other[1:] for other in said]
 
     def close(self) -> None:
         """Unmap the pages; every later call raises ``ClosedError``."""
@@ -200,19 +239,28 @@ class Board:
         except PeerError as error:
             # Who comes late must not go on alone: it finds this word after its barrier. Who came
             # just now may have looked before, so look for it once more.
-            self._gave_up(self.rank).value = 1
+            self._gave_up(self.rank).value = self.rank + 1
             try:
                 self._ops.barrier(0, timeout_s=0.0)
                 self._gave_up(self.rank).value = 0
             except PeerError:
                 self._broken = error
                 raise error from None
-        gone = [rank for rank in range(self.world_size) if self._gave_up(rank).value]
+        words = [self._gave_up(rank).value for rank in range(self.world_size)]
+        gone = sorted({word - 1 for word in words if word})
         if gone:
-            self._broken = PeerError(gone, "gave up waiting before this rank came")
-            self._gave_up(self.rank).value = 1
+            self._broken = PeerError(
+                gone, "gave up waiting before this rank came, or was interrupted"
+            )
+            self._gave_up(self.rank).value = gone[0] + 1
             raise self._broken
 
+    def _leave(self) -> None:
+        """Let this call fail on the others, and every later one everywhere."""
+        self._broken = PeerError([self.rank], "left a collective call half done")
+        self._gave_up(self.rank).value = self.rank + 1
+
     def _gave_up(self, rank: int) -> ctypes.c_uint32:
+        """Where a rank says which one was the first to go: its number and one more, or 0."""
         address = self._pages.address_of(rank) + _MESSAGES_OFFSET - kernels.LINE_NBYTES
         return ctypes.c_uint32.from_address(address)

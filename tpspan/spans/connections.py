@@ -174,14 +174,20 @@ def _directory(world: World, together: Together) -> Iterator[Path]:
                 return None
             # tempfile.gettempdir would try to write a file, for which a descriptor may be missing
             parents = [os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR")]
-            usable = (p for p in parents if p and len(p) < _MAX_PARENT and os.access(p, os.W_OK))
+            usable = next((parent for parent in parents if parent and _has_room(parent)), "/tmp")
             with _system_errors("mkdtemp"):
-                made = tempfile.mkdtemp(prefix="tpspan-", dir=next(usable, "/tmp"))  # mode 0700
+                made = tempfile.mkdtemp(prefix="tpspan-", dir=usable)  # mode 0700
             undo.callback(_remove, made, world.world_size)
             return made
 
         made = together("making a directory for sockets", make)
         yield Path(world.control.broadcast(made))
+
+
+def _has_room(parent: str) -> bool:
+    """Whether every rank can have a socket there, wherever it stands."""
+    is_short = os.path.isabs(parent) and len(os.fsencode(parent)) < _MAX_PARENT
+    return is_short and os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
 
 
 def _remove(directory: str, world_size: int) -> None:
