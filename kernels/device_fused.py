@@ -1,38 +1,44 @@
-"""The bodies of the device kernels fused_gather and fused_sum: stage, meet and read in one launch.
+"""The bodies of the device kernels fused_gather, fused_sum and fused_scatter: all in one launch.
 
-Every rank has a GPU of its own, so a kernel may wait for another rank's. Block b of a rank stages a
-chunk of the input where the others can read it, meets block b of every other rank by a counter, and
-reads the chunks that they staged: blocks need not wait for each other. A call of more bytes takes
-several rounds of that, all in one launch, and a block stages the chunk of the round after before it
-waits for the peers' chunks of this one: ``stage 1, post 1; stage 2, post 2, await 1, read 1; stage
-3, post 3, await 2, read 2; ...; await n, read n``.
+Every rank has a GPU of its own, so a kernel may wait for another rank's. Blocks come in pairs. The
+first block of a pair, the *stager*, copies a chunk of the input in each round to where the other
+ranks can read it, and posts the round's number to the second block, the *reader*, of the same pair
+on every rank. A reader waits for that number from the stagers of all ranks, reads what they staged,
+and posts the number back to them: their slot is free. So the link is never idle while something is
+staged, and pairs need not wait for each other. A call of more bytes takes several rounds, all in
+one launch::
+
+    stager:  await "round c - 4 was read", stage c, post "c is staged", c += 1
+    reader:  await "c is staged", read c, post "c was read", c += 1
 
 Rounds are counted for each block, in device memory and on through all launches, so that a captured
-graph can be replayed. The count's last two bits say which of the block's four slots it stages in.
+graph can be replayed. The count's last two bits say which of the pair's four slots it lies in.
 
-Why no byte is overwritten before it was read (invariant 6). Take round c + 1 of block b of rank r.
-It is staged where round c - 3 of that block was, which block b of every peer q must have read.
+Why no byte is overwritten before it was read (invariant 6). Take round c of a pair.
 
-1. All ranks make the same launches, of the same numbers of blocks and rounds, and a block goes
-   through all rounds even if it has nothing to stage. So round c of block b is the same round of
-   the same launch on all ranks. A slot belongs to one block whatever the shape of the launch:
-   nothing but the rounds of block b of the ranks has to be looked at.
-2. r stages round c + 1 behind its wait for round c - 1. Within a launch the order above says so. At
-   the beginning of a launch it has waited for even more, for launches of a rank follow each other,
-   and each ends with a wait for its last round: the first round of a launch has c awaited, the
-   second c - 1.
-3. q posts round c - 1 behind its reads of round c - 3. Within a launch these are the reads of the
-   step before; if round c - 1 is the first or the second one of a launch, round c - 3 was read in
-   an earlier launch, which has ended. What the threads of a block have read is behind them when
-   they come to the barrier in front of the post; the post's fence and the wait's acquire hand that
-   on to r.
+1. All ranks make the same launches, of the same numbers of pairs and rounds, and a block goes
+   through all rounds even if there is nothing to stage. So round c of a pair is the same round of
+   the same launch on all ranks. A slot belongs to one pair whatever the shape of the launch:
+   nothing but the rounds of this pair has to be looked at.
+2. A stager stages round c in the slot of round c - 4, behind its wait for the post of round c - 4
+   by the readers of all ranks. A reader posts behind its reads: what the threads of a block have
+   read is behind them when they come to the barrier in front of the post; the post's fence and the
+   wait's acquire hand that on to the stager. It does not matter which launches the two rounds are
+   of: the count that is waited for is the same.
+3. An output may lie on its own rank's input. A reader writes the output of round c behind its own
+   stager's post of round c, so that chunk of the input has been staged. The stager then reads
+   later chunks only, and no round writes where another one's chunk lies. (What fused_scatter does
+   not stage, its own part, the same thread of the reader reads and then writes.)
 
-Three slots would not do: round c - 2 may still be read when c + 1 is staged. A rank reads its own
-slots, too, but its block goes through barriers between any read and the next write.
+A launch ends without looking whether its last rounds were read by others: who stages in their slots
+next will look. Its own rank's output is complete, and its input may be written again, for both
+blocks of every pair have ended.
 
-A peer that does not come before the deadline ends the block, which leaves a mark and does nothing
-in later launches: it neither stages again, so a peer that comes too late reads what it should, nor
-posts, so that the peer in turn finds out.
+A block that waits in vain until the deadline gives up: it leaves a mark. The other block of its
+pair, if it waits, sees the mark and gives up as well, and in later launches neither does anything.
+So nothing is staged over what a rank that comes too late still has to read, and since nothing is
+posted either, that rank finds out in turn. A stager waits for twice as long: a rank whose reader
+does not post may itself wait for a third one, which its readers name by then.
 
 A read over the link takes one or two microseconds, so what a thread reads at once decides: four
 vectors of a gather; of a sum all ranks' at one place, and of two ranks at four places.
@@ -56,7 +62,6 @@ from tpspan.kernels.device_ll import (
     _store_piece,
 )
 from tpspan.kernels.device_reduce import _from_bf16, _from_bits, _from_f16, _part
-from tpspan.kernels.device_signals import _arrives
 
 _NONE = types.uint32(0)
 _ONE = types.uint32(1)
@@ -64,47 +69,102 @@ _ZERO = types.int32(0)
 # Who waits no longer than this many polls, about 10 us, does without the clock, which is slow.
 _POLLS_WITHOUT_CLOCK = 32
 _MOST_RANKS = 8
-_UNROLLED = 4
-_SLOT_MASK = types.uint32(3)  # four slots
+_POLLS_PER_LOOK = 32
+_CAME, _LATE, _ALONE = types.int32(0), types.int32(1), types.int32(2)
+_UNROLLED = 4  # vectors that a thread copies at once
+_PLACES = 4  # at which it adds up two ranks' vectors at once
+_NUM_SLOTS = types.uint32(4)
+_SLOT_MASK = types.uint32(3)
 _MOST_WORDS = 16  # two of every rank, or of two ranks at four places
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
-def _comes(counter: int, expected: int, timeout_ns: int) -> bool:
-    for _ in range(_POLLS_WITHOUT_CLOCK):
-        if types.int32(ptx.load_acquire(counter) - expected) >= _ZERO:
-            return True
-    return _arrives(counter, expected, timeout_ns)
+def _pair() -> int:
+    """The number of this block's pair."""
+    return types.int64(cuda.blockIdx.x) >> 1
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
-def _post_block(
-    base: int, page_nbytes: int, rank: int, world_size: int, count: int, epoch: int, last: int
+def _is_stager() -> bool:
+    return (types.int64(cuda.blockIdx.x) & 1) == 0
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _count_of(epochs: int) -> int:
+    """Where this block counts its rounds."""
+    return epochs + 8 * types.int64(cuda.blockIdx.x)
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _mark_of(epochs: int) -> int:
+    """Where this block notes that it has given up: beside its count."""
+    return _count_of(epochs) + 4
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _other_mark_of(epochs: int) -> int:
+    """Where the other block of this pair notes it."""
+    return epochs + 8 * (types.int64(cuda.blockIdx.x) ^ 1) + 4
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _has_given_up(epochs: int) -> bool:
+    """Whether this block or the other one of its pair did, in an earlier launch."""
+    own = ptx.load_count(_mark_of(epochs))
+    other = ptx.load_count(_other_mark_of(epochs))
+    return (own | other) != _NONE
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _has_come(counter: int, expected: int) -> bool:
+    return types.int32(ptx.load_acquire(counter) - expected) >= _ZERO
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _await_count(counter: int, expected: int, other_mark: int, timeout_ns: int) -> int:
+    """Wait for a count; say whether it came, was late, or is not to come: the pair gives up."""
+    for _ in range(_POLLS_WITHOUT_CLOCK):
+        if _has_come(counter, expected):
+            return _CAME
+    start = ptx.nanoseconds()
+    while True:
+        for _ in range(_POLLS_PER_LOOK):
+            if _has_come(counter, expected):
+                return _CAME
+        if ptx.load_count(other_mark) != _NONE:
+            return _ALONE
+        if ptx.nanoseconds() - start > timeout_ns:
+            return _LATE
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _post(
+    base: int, page_nbytes: int, rank: int, world_size: int, count: int, epochs: int, last: int
 ) -> None:
-    """Tell the same block of all other ranks that this one has written its chunk."""
-    cuda.syncthreads()  # it has, and every thread has read the count, and the chunks of before
+    """Tell the other block of this pair, on every rank, that this one is through a round."""
+    cuda.syncthreads()  # it is, and every thread has read the count
     peer = types.int64(cuda.threadIdx.x)
     if peer == 0:
-        ptx.store_count(epoch, last)
-    if peer < world_size and peer != rank:
+        ptx.store_count(_count_of(epochs), last)
+    if peer < world_size:
         # One fence, not a release behind it: that would be a second one of a microsecond.
         ptx.fence_system()
-        first = types.int64(cuda.blockIdx.x) * world_size
-        ptx.store_relaxed(base + peer * page_nbytes + (first + rank) * LINE_NBYTES, count)
+        line = (types.int64(cuda.blockIdx.x) ^ 1) * world_size + rank
+        ptx.store_relaxed(base + peer * page_nbytes + line * LINE_NBYTES, count)
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
-def _await_blocks(
+def _await(
     base: int,
     page_nbytes: int,
     rank: int,
     world_size: int,
     count: int,
-    epoch: int,
+    epochs: int,
     status: int,
     timeout_ns: int,
 ) -> bool:
-    """Wait for the same block of all other ranks; what each wrote before is then visible to all.
+    """Wait for the other block of this pair on all ranks; what each did before is then visible.
 
     The thread that polls acquires, and the barrier of the block hands that on: no fence is needed.
     The last threads poll: the first ones may still be in the fence of their post. Returns whether
@@ -112,31 +172,29 @@ def _await_blocks(
     """
     peer = types.int64(cuda.blockDim.x) - 1 - types.int64(cuda.threadIdx.x)
     is_late = types.int32(0)
-    if peer < world_size and peer != rank:
-        first = types.int64(cuda.blockIdx.x) * world_size
-        own = base + rank * page_nbytes + (first + peer) * LINE_NBYTES
-        if not _comes(own, count, timeout_ns):
-            ptx.store_release(status + 4 * peer, _ONE)
-            ptx.store_count(_mark_of(epoch), _ONE)
+    if peer < world_size:
+        line = types.int64(cuda.blockIdx.x) * world_size + peer
+        own = base + rank * page_nbytes + line * LINE_NBYTES
+        # Its own rank's blocks may in turn wait for another rank, which they name by then.
+        patience_ns = timeout_ns if peer != rank else 4 * timeout_ns
+        came = _await_count(own, count, _other_mark_of(epochs), patience_ns)
+        if came != _CAME:
+            if came == _LATE:
+                ptx.store_release(status + 4 * peer, _ONE)
+            ptx.store_count(_mark_of(epochs), _ONE)
             is_late = types.int32(1)
     return cuda.syncthreads_or(is_late) == 0
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
-def _mark_of(epoch: int) -> int:
-    """Where the block notes that it has given up: beside its count."""
-    return epoch + 4
-
-
-@cuda.jit(device=True, inline="always")  # type: ignore[misc]
 def _offset_of(turn: int, chunk_nbytes: int) -> int:
-    """Where the block's chunk of a round begins; a round takes consecutive chunks."""
-    return (turn * cuda.gridDim.x + cuda.blockIdx.x) * chunk_nbytes
+    """Where the pair's chunk of a round begins; a round takes consecutive chunks."""
+    return (turn * (types.int64(cuda.gridDim.x) >> 1) + _pair()) * chunk_nbytes
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
 def _size_of(turn: int, chunk_nbytes: int, num_rounds: int, nbytes: int) -> int:
-    """How many bytes of the block's chunk of a round there are; none behind the last round."""
+    """How many bytes of the pair's chunk of a round there are; none behind the last round."""
     size = max(min(nbytes - _offset_of(turn, chunk_nbytes), chunk_nbytes), 0)
     return size if turn < num_rounds else types.int64(0)
 
@@ -151,9 +209,9 @@ def _load_early(begin: int, size: int, low: Any, high: Any) -> None:
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
 def _slot_of(count: int, staging: int, region_nbytes: int, slot_nbytes: int) -> int:
-    """Where the first rank's block stages in the round of this count: a quarter for each slot."""
+    """Where the first rank's pair stages in the round of this count: a quarter for each slot."""
     quarter = types.int64(count & _SLOT_MASK) * (region_nbytes >> 2)
-    return staging + quarter + cuda.blockIdx.x * slot_nbytes
+    return staging + quarter + _pair() * slot_nbytes
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
@@ -193,16 +251,16 @@ def _copy_aligned(target: int, source: int, size: int, low: Any, high: Any) -> N
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
-def _read_chunks(
+def _copy_rows(
     target: int,
+    target_stride: int,
     source: int,
-    stride: int,
-    nbytes: int,
+    source_stride: int,
     size: int,
     rank: int,
     world_size: int,
 ) -> None:
-    """Copy ``size`` bytes of every other rank p, from ``source + p * stride`` to its place.
+    """Copy ``size`` bytes for every other rank p, from ``source + p * source_stride``.
 
     All is a multiple of 16. The vectors of all ranks stand in one row, the right neighbour's first,
     and a thread has four under way whatever their number.
@@ -223,8 +281,8 @@ def _read_chunks(
             if peer >= world_size:
                 peer -= world_size
             offset = 16 * (this - distance * per_peer)
-            to[k] = target + peer * nbytes + offset
-            vector = ptx.load_vector_if(source + peer * stride + offset, is_there)
+            to[k] = target + peer * target_stride + offset
+            vector = ptx.load_vector_if(source + peer * source_stride + offset, is_there)
             low[k] = vector[0]
             high[k] = vector[1]
         for k in range(_UNROLLED):
@@ -260,22 +318,23 @@ def fused_gather(
     status: int,
     timeout_ns: int,
 ) -> None:
-    epoch = epochs + 8 * types.int64(cuda.blockIdx.x)
-    are_aligned = ((target | nbytes) & 15) == 0
-    low = cuda.local.array(_UNROLLED, types.uint64)
-    high = cuda.local.array(_UNROLLED, types.uint64)
-    # The first vectors of a chunk are loaded a round early, and here while the count, which says
-    # where to, is under way.
     turn = types.int64(0)
-    begin = source + _offset_of(turn, chunk_nbytes)
-    _load_early(begin, _size_of(turn, chunk_nbytes, num_rounds, nbytes), low, high)
-    before = ptx.load_count(epoch)
-    if ptx.load_count(_mark_of(epoch)) != _NONE:
-        return
-    last = types.uint32(before + types.uint32(num_rounds))
-    while turn <= num_rounds:
-        if turn < num_rounds:
+    if _is_stager():
+        longer_ns = 2 * timeout_ns
+        low = cuda.local.array(_UNROLLED, types.uint64)
+        high = cuda.local.array(_UNROLLED, types.uint64)
+        # The first vectors of a chunk are loaded while the counts are under way.
+        size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
+        _load_early(source + _offset_of(turn, chunk_nbytes), size, low, high)
+        before = ptx.load_count(_count_of(epochs))
+        if _has_given_up(epochs):
+            return
+        last = types.uint32(before + types.uint32(num_rounds))
+        while turn < num_rounds:
             count = types.uint32(before + types.uint32(turn) + _ONE)
+            free = types.uint32(count - _NUM_SLOTS)
+            if not _await(base, page_nbytes, rank, world_size, free, epochs, status, longer_ns):
+                return
             offset = _offset_of(turn, chunk_nbytes)
             size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
             begin = source + offset
@@ -285,41 +344,47 @@ def fused_gather(
                 _copy_aligned(own, begin, size, low, high)
             else:
                 _copy_chunk(own, begin, size)
-            _post_block(base, page_nbytes, rank, world_size, count, epoch, last)
-            # While the peers' counts are under way.
+            _post(base, page_nbytes, rank, world_size, count, epochs, last)
             to = target + rank * nbytes + offset
-            if is_aligned and (to & 15) == 0 and to != begin:
-                _copy_aligned(to, begin, size, low, high)
-            begin = source + _offset_of(turn + 1, chunk_nbytes)
-            _load_early(begin, _size_of(turn + 1, chunk_nbytes, num_rounds, nbytes), low, high)
-        if turn > 0:
-            count = types.uint32(before + types.uint32(turn))
-            if not _await_blocks(
-                base, page_nbytes, rank, world_size, count, epoch, status, timeout_ns
-            ):
-                return
-            given = _slot_of(count, staging, region_nbytes, slot_nbytes)
-            there = _offset_of(turn - 1, chunk_nbytes)
-            length = _size_of(turn - 1, chunk_nbytes, num_rounds, nbytes)
-            if are_aligned:
-                to = target + there
-                _read_chunks(to, given, region_nbytes, nbytes, length, rank, world_size)
-            begin = source + there
-            to = target + rank * nbytes + there
-            is_there = to == begin or ((begin | to | length) & 15) == 0
-            if not (is_there and are_aligned):  # what is left, one after the other
-                for distance in range(world_size):
-                    peer = rank + distance
-                    if peer >= world_size:
-                        peer -= world_size
-                    where = begin if distance == 0 else given + peer * region_nbytes
-                    if not (is_there if distance == 0 else are_aligned):
-                        _copy_chunk(target + peer * nbytes + there, where, length)
+            if to != begin:
+                if is_aligned and (to & 15) == 0:
+                    _copy_aligned(to, begin, size, low, high)
+                else:
+                    _copy_chunk(to, begin, size)
+            turn += 1
+            size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
+            _load_early(source + _offset_of(turn, chunk_nbytes), size, low, high)
+        return
+    before = ptx.load_count(_count_of(epochs))
+    if _has_given_up(epochs):
+        return
+    last = types.uint32(before + types.uint32(num_rounds))
+    are_aligned = ((target | nbytes) & 15) == 0
+    while turn < num_rounds:
+        count = types.uint32(before + types.uint32(turn) + _ONE)
+        if not _await(base, page_nbytes, rank, world_size, count, epochs, status, timeout_ns):
+            return
+        given = _slot_of(count, staging, region_nbytes, slot_nbytes)
+        to = target + _offset_of(turn, chunk_nbytes)
+        size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
+        if are_aligned:
+            _copy_rows(to, nbytes, given, region_nbytes, size, rank, world_size)
+        else:
+            for distance in range(1, world_size):
+                peer = rank + distance
+                if peer >= world_size:
+                    peer -= world_size
+                _copy_chunk(to + peer * nbytes, given + peer * region_nbytes, size)
+        _post(base, page_nbytes, rank, world_size, count, epochs, last)
         turn += 1
 
 
-def _fused_sum(load: Any, pack: Any, itemsize: int) -> Any:
-    """A kernel body for elements of 2 or 4 bytes; the size is a multiple of 16."""
+def _reduction(load: Any, pack: Any, itemsize: int, is_scatter: bool) -> Any:
+    """A kernel body for elements of 2 or 4 bytes; the size is a multiple of 16.
+
+    A sum stages a chunk of the vector, and reads the same chunk of all ranks. A scatter stages a
+    chunk of every other rank's part, side by side, and reads its own part's of all ranks.
+    """
     width = 8 * itemsize
     per_word = 8 // itemsize
 
@@ -348,93 +413,120 @@ def _fused_sum(load: Any, pack: Any, itemsize: int) -> Any:
         status: int,
         timeout_ns: int,
     ) -> None:
-        epoch = epochs + 8 * types.int64(cuda.blockIdx.x)
-        thread = 16 * types.int64(cuda.threadIdx.x)
-        step = 16 * types.int64(cuda.blockDim.x)
-        low = cuda.local.array(_UNROLLED, types.uint64)
-        high = cuda.local.array(_UNROLLED, types.uint64)
-        # The first vectors of a chunk are loaded a round early, and here while the count, which
-        # says where to, is under way.
         turn = types.int64(0)
-        begin = source + _offset_of(turn, chunk_nbytes)
-        _load_early(begin, _size_of(turn, chunk_nbytes, num_rounds, nbytes), low, high)
-        before = ptx.load_count(epoch)
-        if ptx.load_count(_mark_of(epoch)) != _NONE:
+        # Whether a scatter's own part is read where it is given.
+        is_read_there = is_scatter and (source & 15) == 0
+        if _is_stager():
+            longer_ns = 2 * timeout_ns
+            low = cuda.local.array(_UNROLLED, types.uint64)
+            high = cuda.local.array(_UNROLLED, types.uint64)
+            if not is_scatter:
+                # The first vectors of a chunk are loaded while the counts are under way.
+                size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
+                _load_early(source + _offset_of(turn, chunk_nbytes), size, low, high)
+            before = ptx.load_count(_count_of(epochs))
+            if _has_given_up(epochs):
+                return
+            last = types.uint32(before + types.uint32(num_rounds))
+            while turn < num_rounds:
+                count = types.uint32(before + types.uint32(turn) + _ONE)
+                free = types.uint32(count - _NUM_SLOTS)
+                if not _await(base, page_nbytes, rank, world_size, free, epochs, status, longer_ns):
+                    return
+                begin = source + _offset_of(turn, chunk_nbytes)
+                size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
+                own = _slot_of(count, staging, region_nbytes, slot_nbytes) + rank * region_nbytes
+                if is_scatter:
+                    if is_read_there:
+                        _copy_rows(own, chunk_nbytes, begin, nbytes, size, rank, world_size)
+                    else:
+                        for peer in range(world_size):
+                            _copy_chunk(own + peer * chunk_nbytes, begin + peer * nbytes, size)
+                elif ((begin | size) & 15) == 0:
+                    _copy_aligned(own, begin, size, low, high)
+                else:
+                    _copy_chunk(own, begin, size)
+                _post(base, page_nbytes, rank, world_size, count, epochs, last)
+                turn += 1
+                if not is_scatter:
+                    size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
+                    _load_early(source + _offset_of(turn, chunk_nbytes), size, low, high)
+            return
+        before = ptx.load_count(_count_of(epochs))
+        if _has_given_up(epochs):
             return
         last = types.uint32(before + types.uint32(num_rounds))
+        thread = 16 * types.int64(cuda.threadIdx.x)
+        step = 16 * types.int64(cuda.blockDim.x)
         words = cuda.local.array(_MOST_WORDS, types.uint64)
         result = cuda.local.array(2, types.uint64)
         total = cuda.local.array(4, types.float32)
         for k in range(4):
             total[k] = types.float32(0.0)
-        while turn <= num_rounds:
-            if turn < num_rounds:
-                count = types.uint32(before + types.uint32(turn) + _ONE)
-                begin = source + _offset_of(turn, chunk_nbytes)
-                size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
-                own = _slot_of(count, staging, region_nbytes, slot_nbytes) + rank * region_nbytes
-                if ((begin | size) & 15) == 0:
-                    _copy_aligned(own, begin, size, low, high)
-                else:
-                    _copy_chunk(own, begin, size)
-                _post_block(base, page_nbytes, rank, world_size, count, epoch, last)
-                begin = source + _offset_of(turn + 1, chunk_nbytes)
-                _load_early(begin, _size_of(turn + 1, chunk_nbytes, num_rounds, nbytes), low, high)
-            if turn > 0:
-                count = types.uint32(before + types.uint32(turn))
-                if not _await_blocks(
-                    base, page_nbytes, rank, world_size, count, epoch, status, timeout_ns
-                ):
-                    return
-                given = _slot_of(count, staging, region_nbytes, slot_nbytes)
-                end = _size_of(turn - 1, chunk_nbytes, num_rounds, nbytes)
-                to = target + _offset_of(turn - 1, chunk_nbytes)
-                offset = thread
-                # Loops of known length are unrolled: each place is written once here, to be
-                # compiled soon.
-                if world_size == 2:
-                    # 1 or 2: the product is exact, too
-                    by = types.float32(1.0) / types.float32(divisor)
-                    while offset < end:
-                        for k in range(2 * _UNROLLED):
-                            place = offset + (k >> 1) * step
-                            is_there = types.uint32(1) if place < end else types.uint32(0)
-                            place += given + (k & 1) * region_nbytes
-                            vector = ptx.load_vector_if(place, is_there)
-                            words[2 * k] = vector[0]
-                            words[2 * k + 1] = vector[1]
-                        for k in range(_UNROLLED):
-                            for half in range(2):
-                                for peer in range(2):
-                                    add(total, words[4 * k + 2 * peer + half], peer == 0)
-                                for each in range(per_word):
-                                    total[each] = total[each] * by
-                                result[half] = pack(total[0], total[1], total[2], total[3])
-                            place = offset + k * step
-                            if place < end:
-                                _store_result(to + place, result[0], result[1])
-                        offset += _UNROLLED * step
-                else:
-                    while offset < end:
-                        for peer in range(_MOST_RANKS):
-                            is_there = types.uint32(1) if peer < world_size else types.uint32(0)
-                            place = given + peer * region_nbytes + offset
-                            vector = ptx.load_vector_if(place, is_there)
-                            words[2 * peer] = vector[0]
-                            words[2 * peer + 1] = vector[1]
+        while turn < num_rounds:
+            count = types.uint32(before + types.uint32(turn) + _ONE)
+            if not _await(base, page_nbytes, rank, world_size, count, epochs, status, timeout_ns):
+                return
+            given = _slot_of(count, staging, region_nbytes, slot_nbytes)
+            if is_scatter:
+                given += rank * chunk_nbytes
+            mine = given + rank * region_nbytes
+            if is_read_there:
+                mine = source + rank * nbytes + _offset_of(turn, chunk_nbytes)
+            end = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
+            to = target + _offset_of(turn, chunk_nbytes)
+            offset = thread
+            # Loops of known length are unrolled: each place is written once here, to be compiled
+            # soon.
+            if world_size == 2:
+                # 1 or 2: the product is exact, too
+                by = types.float32(1.0) / types.float32(divisor)
+                first = mine if rank == 0 else given
+                second = mine if rank == 1 else given + region_nbytes
+                while offset < end:
+                    for k in range(2 * _PLACES):
+                        place = offset + (k >> 1) * step
+                        is_there = types.uint32(1) if place < end else types.uint32(0)
+                        place += second if k & 1 else first
+                        vector = ptx.load_vector_if(place, is_there)
+                        words[2 * k] = vector[0]
+                        words[2 * k + 1] = vector[1]
+                    for k in range(_PLACES):
                         for half in range(2):
-                            for peer in range(_MOST_RANKS):
-                                if peer < world_size:
-                                    add(total, words[2 * peer + half], peer == 0)
-                            _divide(total, per_word, divisor)
+                            for peer in range(2):
+                                add(total, words[4 * k + 2 * peer + half], peer == 0)
+                            for each in range(per_word):
+                                total[each] = total[each] * by
                             result[half] = pack(total[0], total[1], total[2], total[3])
-                        _store_result(to + offset, result[0], result[1])
-                        offset += step
+                        place = offset + k * step
+                        if place < end:
+                            _store_result(to + place, result[0], result[1])
+                    offset += _PLACES * step
+            else:
+                while offset < end:
+                    for peer in range(_MOST_RANKS):
+                        is_there = types.uint32(1) if peer < world_size else types.uint32(0)
+                        place = mine if peer == rank else given + peer * region_nbytes
+                        vector = ptx.load_vector_if(place + offset, is_there)
+                        words[2 * peer] = vector[0]
+                        words[2 * peer + 1] = vector[1]
+                    for half in range(2):
+                        for peer in range(_MOST_RANKS):
+                            if peer < world_size:
+                                add(total, words[2 * peer + half], peer == 0)
+                        _divide(total, per_word, divisor)
+                        result[half] = pack(total[0], total[1], total[2], total[3])
+                    _store_result(to + offset, result[0], result[1])
+                    offset += step
+            _post(base, page_nbytes, rank, world_size, count, epochs, last)
             turn += 1
 
     return body
 
 
-fused_sum_f32 = _fused_sum(_from_bits, _pack_f32, 4)
-fused_sum_bf16 = _fused_sum(_from_bf16, _pack_bf16, 2)
-fused_sum_f16 = _fused_sum(_from_f16, _pack_f16, 2)
+fused_sum_f32 = _reduction(_from_bits, _pack_f32, 4, False)
+fused_sum_bf16 = _reduction(_from_bf16, _pack_bf16, 2, False)
+fused_sum_f16 = _reduction(_from_f16, _pack_f16, 2, False)
+fused_scatter_f32 = _reduction(_from_bits, _pack_f32, 4, True)
+fused_scatter_bf16 = _reduction(_from_bf16, _pack_bf16, 2, True)
+fused_scatter_f16 = _reduction(_from_f16, _pack_f16, 2, True)

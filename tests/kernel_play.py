@@ -24,7 +24,7 @@ import numpy as np
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 _WORD = 0xFFFF_FFFF
 _LONG = 0xFFFF_FFFF_FFFF_FFFF
-_MOST_STEPS = 100_000
+_MOST_STEPS = 400_000
 
 
 class Fault(Exception):
@@ -509,4 +509,7 @@ _MODULE_OF = {
     "fused_sum_f32": "device_fused",
     "fused_sum_bf16": "device_fused",
     "fused_sum_f16": "device_fused",
+    "fused_scatter_f32": "device_fused",
+    "fused_scatter_bf16": "device_fused",
+    "fused_scatter_f16": "device_fused",
 }

@@ -15,6 +15,7 @@ from tpspan.kernels.stream_fused import (
     FusedShape,
     fused_gather,
     fused_region_nbytes,
+    fused_scatter,
     plan_fused_sum,
 )
 from tpspan.kernels.stream_reduce import DEVICE_SUM_DTYPES, device_sum, pull
@@ -198,8 +199,10 @@ def test_fused_calls_of_one_rank(stream: int) -> None:
             assert out.equal(x)
             plan_fused_sum(place, "bfloat16", out.data_ptr(), x.data_ptr(), numel * 2, 2)(stream)
             assert out.equal((x.float() / 2).bfloat16())
+            fused_scatter(place, "bfloat16", out.data_ptr(), x.data_ptr(), numel * 2, 2, stream)
+            assert out.equal((x.float() / 2).bfloat16())
             shape = FusedShape.of(numel * 2)
-            num_rounds[: shape.num_blocks] += 2 * shape.num_rounds
+            num_rounds[: 2 * shape.num_pairs] += 3 * shape.num_rounds
             assert epochs[::2].tolist() == num_rounds.tolist()
     assert not bool(epochs[1::2].any())
     assert int(status) == 0

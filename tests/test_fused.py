@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,14 +68,16 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Fused:
 
         return call
 
+    monkeypatch.setattr(fused, "fused_scatter", noting("fused_scatter"))
     for name in ("ll_gather", "ll_sum", "fused_gather", "fused_sum"):
         monkeypatch.setattr(fused, name, noting(name))
         monkeypatch.setattr(fused, f"plan_{name}", noting(f"plan_{name}"))
     made: Fused = object.__new__(Fused)
     status = torch.zeros(2, dtype=torch.int32)
     vars(made).update(
-        _place=None,
+        _place=SimpleNamespace(rank=1),
         _ll_place=None,
+        _world_size=2,
         _ll_nbytes=LL_NBYTES,
         _sum_nbytes=sum_limit_nbytes(2),
         _status=status,
@@ -121,6 +124,20 @@ def test_which_sums_are_served(played: Fused) -> None:
         assert played.serves_sum(nbytes, torch.float16) == bool(is_served)
         assert not played.serves_sum(nbytes, torch.float64)
     assert not played.serves_sum(most + 16, torch.float16)
+
+
+def test_parts_are_added_up_and_gathered(played: Fused) -> None:
+    tensor = torch.ones(LL_NBYTES, dtype=torch.float32)
+    assert played.serves_sum_in_parts(tensor.nbytes, tensor.dtype)
+    played.sum_in_parts(tensor, 2, 3)
+    address, half = tensor.data_ptr(), tensor.nbytes // 2
+    assert noted == [
+        ("fused_scatter", "float32", address + half, address, half, 2, 3),
+        ("fused_gather", address, address + half, half, 3),
+    ]
+    assert not played.serves_sum_in_parts(tensor.nbytes + 16, tensor.dtype), "parts are vectors"
+    assert not played.serves_sum_in_parts(tensor.nbytes, torch.float64)
+    assert not played.serves_scatter(0, torch.float32)
 
 
 def test_a_plan_looks_for_late_ranks(played: Fused) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from kernel_cases import prepared_gpu
 from tpspan.errors import DriverError
+from tpspan.kernels import stream_fused
 from tpspan.kernels.compile import kernel, prepare
 from tpspan.kernels.stream_fused import (
     FUSED_COUNTS,
@@ -16,6 +17,7 @@ from tpspan.kernels.stream_fused import (
     FusedPlace,
     fused_gather,
     fused_region_nbytes,
+    fused_scatter,
     fused_sum,
 )
 from tpspan.kernels.stream_ll import (
@@ -74,6 +76,12 @@ class Ranks:
         )
 
 
+@pytest.fixture(autouse=True)
+def few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few that all blocks of four ranks have a place to run at the same time."""
+    monkeypatch.setattr(stream_fused, "FUSED_PAIRS", 16)
+
+
 @pytest.fixture(scope="module")
 def gpu() -> int:
     """Every kernel has run once: one that is loaded while another waits would wait for that."""
@@ -87,9 +95,10 @@ def gpu() -> int:
     fused_gather(alone.fused(0), *both, 256, stream)
     for name in DTYPES:
         ll_sum(alone.ll(0), name, *both, 256, 1, stream)
-        fused_sum(alone.fused(0), name, *both, 256, 1, stream)
-        torch.cuda.synchronize()
-        assert y.equal(x)
+        for reduce in (fused_sum, fused_scatter):
+            reduce(alone.fused(0), name, *both, 256, 1, stream)
+            torch.cuda.synchronize()
+            assert y.equal(x)
     return index
 
 
@@ -117,7 +126,7 @@ def test_gathers_and_sums_of_any_size(gpu: int, size: int, limit: int, start: in
     for turn in range(100):
         nbytes = limits[turn] if turn < len(limits) else dice.randint(0, limit)
         shifts = [(dice.randrange(16), dice.randrange(16)) for _ in range(size)]
-        by_words = dice.random() < 0.6 or size > 3
+        by_words = dice.random() < 0.6 or size > 4
         if not by_words and dice.random() < 0.5:
             nbytes = dice.choice([(1 << 20) + 16, (2 << 20) - 16, LARGE_NBYTES - 5, LARGE_NBYTES])
         given = [torch.randint(256, (nbytes,), dtype=torch.uint8).cuda() for _ in range(size)]
@@ -165,6 +174,31 @@ def test_gathers_and_sums_of_any_size(gpu: int, size: int, limit: int, start: in
         expected = (total / torch.full_like(total, divisor)).to(dtype)
         for (whole, out), tensor in zip(outs, tensors, strict=True):
             assert tensor.equal(expected), (turn, name, nbytes, divisor, by_words)
+            assert is_clean(whole, out)
+        if by_words:
+            continue
+
+        part = nbytes // size // 16 * 16 // dtype.itemsize
+        for tensor, number in zip(tensors, numbers, strict=True):
+            tensor.copy_(number)
+        parts = [
+            tensor[rank * part : (rank + 1) * part]
+            if dice.random() < 0.5
+            else torch.empty(part, dtype=dtype, device="cuda")
+            for rank, tensor in enumerate(tensors)
+        ]
+        torch.cuda.synchronize()
+        for rank in dice.sample(range(size), size):
+            pair = (parts[rank].data_ptr(), tensors[rank].data_ptr())
+            stream = ranks.streams[rank].cuda_stream
+            amount = part * dtype.itemsize
+            fused_scatter(ranks.fused(rank), name, *pair, amount, divisor, stream)
+        torch.cuda.synchronize()
+        assert not ranks.status.any(), (turn, ranks.status)
+        for rank, result in enumerate(parts):
+            wanted = expected[rank * part : (rank + 1) * part]
+            assert result.equal(wanted), (turn, name, part, divisor, rank)
+        for whole, out in outs:
             assert is_clean(whole, out)
 
 

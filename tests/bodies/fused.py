@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -15,19 +15,16 @@ from tpspan.distributed.fused import LL_NBYTES, Fused, sum_limit_nbytes
 from tpspan.errors import PeerError
 from tpspan.kernels.compile import prepare
 from tpspan.kernels.stream_fused import (
-    FUSED_BLOCKS,
     FUSED_KERNELS,
-    ONE_ROUND_NBYTES,
+    FUSED_PAIRS,
     ROUND_NBYTES,
-    ROUNDS_BLOCKS,
 )
 from tpspan.kernels.stream_ll import LL_KERNELS
 from tpspan.launch.world import World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 255, 256, 257, 1023, 1024, 1025]
-ONE_ROUND = FUSED_BLOCKS * ONE_ROUND_NBYTES
-ROUND = ROUNDS_BLOCKS * ROUND_NBYTES
+ROUND = FUSED_PAIRS * ROUND_NBYTES
 SHIFTS = ((0, 0), (1, 0), (0, 3), (4, 4), (8, 12), (2, 14))
 
 
@@ -115,19 +112,63 @@ def one_sum(
     fused: Fused, world: World, numel: int, turn: int, dtype: torch.dtype, shift: int, divisor: int
 ) -> torch.Tensor:
     """Make a sum; return, on the device, how many elements are wrong."""
+    return _one_sum(fused.sum, world, numel, turn, dtype, shift, divisor)
+
+
+def _one_sum(
+    add: Callable[[torch.Tensor, int, int], None],
+    world: World,
+    numel: int,
+    turn: int,
+    dtype: torch.dtype,
+    shift: int,
+    divisor: int,
+) -> torch.Tensor:
     size, device = world.world_size, world.device
     shift = (shift + world.rank) * dtype.itemsize % 16
     whole, inner = shifted(numel * dtype.itemsize, shift, device)
     tensor = inner.view(dtype)
     given = [given_numbers(rank, numel, turn, dtype, device) for rank in range(size)]
     tensor.copy_(given[world.rank])
-    fused.sum(tensor, divisor, stream())
+    add(tensor, divisor, stream())
     total = given[0].float()
     for more in given[1:]:
         total = total + more.float()
     # By a tensor: torch multiplies by what a number is the inverse of.
     expected = (total / torch.full_like(total, divisor)).to(dtype)
     return num_wrong(tensor, expected) + num_touched(whole, inner)
+
+
+def one_scatter(
+    fused: Fused, world: World, numel: int, turn: int, dtype: torch.dtype, shift: int, divisor: int
+) -> torch.Tensor:
+    """Add up and scatter parts; return, on the device, how many elements are wrong."""
+    size, rank, device = world.world_size, world.rank, world.device
+    shift = (shift + rank) * dtype.itemsize % 16
+    whole, inner = shifted(size * numel * dtype.itemsize, shift, device)
+    tensor = inner.view(dtype)
+    given = [given_numbers(each, size * numel, turn, dtype, device) for each in range(size)]
+    tensor.copy_(given[rank])
+    begin = rank * numel
+    output = torch.empty(numel, dtype=dtype, device=device)
+    if turn % 2:  # in place
+        output = tensor[begin : begin + numel]
+    fused.scatter(output, tensor, divisor, stream())
+    total = given[0][begin : begin + numel].float()
+    for more in given[1:]:
+        total = total + more[begin : begin + numel].float()
+    expected = (total / torch.full_like(total, divisor)).to(dtype)
+    wrong = num_wrong(output, expected) + num_touched(whole, inner)
+    others = torch.ones(size * numel, dtype=torch.bool, device=device)
+    others[begin : begin + numel] = False
+    return wrong + num_wrong(tensor[others], given[rank][others])
+
+
+def one_sum_in_parts(
+    fused: Fused, world: World, numel: int, turn: int, dtype: torch.dtype, shift: int, divisor: int
+) -> torch.Tensor:
+    """A sum in two launches; return, on the device, how many elements are wrong."""
+    return _one_sum(fused.sum_in_parts, world, numel, turn, dtype, shift, divisor)
 
 
 def every_size(world: World) -> None:
@@ -150,11 +191,17 @@ def every_size(world: World) -> None:
                     for divisor in (1, world.world_size):
                         wrong = int(one_sum(fused, world, numel, turn, dtype, shift, divisor))
                         assert not wrong, (dtype, nbytes, shift, divisor, wrong)
+            for turn, nbytes in enumerate([16, 32, 48, 1024, 1040, *around(4096, 256 << 10)]):
+                numel = -(-nbytes // 16) * 16 // dtype.itemsize
+                for shift in (0, 1, 3):
+                    for divisor in (1, world.world_size):
+                        arguments = (fused, world, numel, turn, dtype, shift, divisor)
+                        assert not int(one_scatter(*arguments)), (dtype, nbytes, shift, divisor)
 
 
 def large(world: World) -> None:
     """Calls of several rounds, at every kind of alignment; also sizes that other ways are for."""
-    sizes = around(ONE_ROUND, ONE_ROUND + ROUND, 4 * ROUND)
+    sizes = around(ROUND, 2 * ROUND, 8 * ROUND)
     with small_calls(world) as fused:
         for turn, nbytes in enumerate([*sizes, 7 * ROUND + 48]):
             for shifts in ((0, 0), (1, 0), (0, 8), (2, 14)):
@@ -163,8 +210,12 @@ def large(world: World) -> None:
             dtype, divisor = DTYPES[turn % 3], (1, world.world_size)[turn % 2]
             for shift in (0, 1, 4):
                 numel = nbytes // 16 * 16 // dtype.itemsize
-                wrong = int(one_sum(fused, world, numel, turn, dtype, shift, divisor))
-                assert not wrong, (dtype, nbytes, shift, divisor, wrong)
+                for body in (one_sum, one_scatter):
+                    wrong = int(body(fused, world, numel, turn, dtype, shift, divisor))
+                    assert not wrong, (body, dtype, nbytes, shift, divisor, wrong)
+                numel *= world.world_size
+                wrong = int(one_sum_in_parts(fused, world, numel, turn, dtype, shift, divisor))
+                assert not wrong, ("in parts", dtype, nbytes, shift, divisor, wrong)
 
 
 def mixed(world: World, num_calls: int, seed: int = 0) -> None:
@@ -183,6 +234,8 @@ def mixed(world: World, num_calls: int, seed: int = 0) -> None:
             numel = nbytes // 16 * 16 // dtype.itemsize if nbytes > 64 else 1 + nbytes
             if is_sum and fused.serves_sum(numel * dtype.itemsize, dtype):
                 wrong += one_sum(fused, world, numel, turn, dtype, shifts[0], divisor)
+            elif fused.serves_scatter(numel * dtype.itemsize, dtype) and dice.random() < 0.5:
+                wrong += one_scatter(fused, world, numel, turn, dtype, shifts[0], divisor)
             else:
                 wrong += one_gather(fused, world, nbytes, turn, shifts, in_place)
             if turn % 100 == 0:
@@ -230,6 +283,7 @@ def captured(world: World, num_replays: int) -> None:
         few, many = torch.empty(1001, device=device), torch.empty(LL_NBYTES, device=device)
         most = torch.zeros(ROUND // 2 + 4, device=device)  # two rounds and a bit
         every = torch.empty(size, len(most), device=device)
+        part = torch.empty(len(most), device=device)
 
         def step() -> None:
             fused.gather(out.data_ptr(), x.data_ptr(), 4004, stream())
@@ -241,6 +295,7 @@ def captured(world: World, num_replays: int) -> None:
             fused.sum(many, 1, stream())
             fused.sum(large, 1, stream())
             fused.gather(every.data_ptr(), most.data_ptr(), most.nbytes, stream())
+            fused.scatter(part, every.view(-1), 1, stream())
             fused.sum(most, 1, stream())
 
         step()
@@ -257,7 +312,7 @@ def captured(world: World, num_replays: int) -> None:
             most.fill_(rank + turn)
             graph.replay()
             total = sum(range(size))
-            wrong += (every != ranks + turn).sum()
+            wrong += (every != ranks + turn).sum() + (part != size * (rank + turn)).sum()
             wrong += (out != ranks + turn).sum() + (outs != ranks - turn).sum()
             for tensor in (few, x, most):
                 wrong += (tensor != total + size * turn).sum()

@@ -221,6 +221,11 @@ class CudaGroup:
         stream = _stream(self._index)
         source, target = whole.data_ptr(), output.data_ptr()
         rank, size = self.rank, self.world_size
+        fused = self._fused
+        if fused is not None and reduction.is_sum and fused.serves_scatter(nbytes, output.dtype):
+            fused.scatter(output, whole, reduction.divisor(size), stream)
+            counts.count("reduce_scatter: fused")
+            return
         buffers = self._buffers_for(whole.nbytes)
         if buffers.on_host:
             at_root(buffers, whole, target, rank * nbytes, nbytes, reduction, stream)
@@ -261,10 +266,14 @@ class CudaGroup:
         operation = Operation.ALL_REDUCE
         self._journal.note(words(operation, tensor.dtype, nbytes, reduction=reduction))
         buffers, stream = self._buffers_for(nbytes * self.world_size), _stream(self._index)
-        address, fused = tensor.data_ptr(), self._fused
-        if fused is not None and reduction.is_sum and fused.serves_sum(nbytes, tensor.dtype):
+        address = tensor.data_ptr()
+        fused = self._fused if reduction.is_sum else None
+        if fused is not None and fused.serves_sum(nbytes, tensor.dtype):
             fused.sum(tensor, reduction.divisor(self.world_size), stream)
             counts.count("all_reduce: fused")
+        elif fused is not None and fused.serves_sum_in_parts(nbytes, tensor.dtype):
+            fused.sum_in_parts(tensor, reduction.divisor(self.world_size), stream)
+            counts.count("all_reduce: fused in parts")
         elif buffers.on_host:
             at_root(buffers, tensor, address, 0, nbytes, reduction, stream)
             counts.count("all_reduce: at the root")

@@ -22,6 +22,7 @@ from tpspan.kernels.stream_fused import (
     FusedPlace,
     fused_gather,
     fused_region_nbytes,
+    fused_scatter,
     fused_sum,
     plan_fused_gather,
     plan_fused_sum,
@@ -47,8 +48,9 @@ NO_LIMIT = 1 << 62
 LL_NBYTES = 128 << 10
 # If it is no multiple of 16, targets of most ranks cannot be written in whole vectors.
 ODD_GATHER_NBYTES = 2 << 20
-# Everybody reads everything: of two ranks that is as much as a sum in two steps moves.
-_SUM_NBYTES = {2: NO_LIMIT}
+# Up to here everybody reads everything. Beyond, each adds up its part and gathers the others': two
+# launches, but fewer bytes; of two ranks as many over the link, and half of them in memory.
+_SUM_NBYTES = {2: 8 << 20}
 _SUM_NBYTES_OF_MORE = 1 << 20
 _ALIGNMENT = 16
 _NAMES = {getattr(torch, name): name for name in FUSED_SUM_DTYPES}
@@ -69,6 +71,7 @@ class Fused:
 
     def __init__(self, world: World) -> None:
         board = Board.of(world)
+        self._world_size = world.world_size
         self._sum_nbytes = sum_limit_nbytes(world.world_size)
         self._ll_nbytes = LL_NBYTES if world.world_size <= LL_MOST_RANKS else 0
         page = world.driver.page_nbytes
@@ -133,6 +136,15 @@ class Fused:
             return False
         return nbytes <= self._ll_nbytes or not nbytes % _ALIGNMENT
 
+    def serves_scatter(self, nbytes: int, dtype: torch.dtype) -> bool:
+        """Whether parts of so many bytes are added up and scattered here."""
+        return bool(self._ll_nbytes) and nbytes > 0 and not nbytes % _ALIGNMENT and dtype in _NAMES
+
+    def serves_sum_in_parts(self, nbytes: int, dtype: torch.dtype) -> bool:
+        """Whether a sum of vectors of so many bytes is made here in two launches."""
+        part, rest = divmod(nbytes, self._world_size)
+        return not rest and self.serves_scatter(part, dtype)
+
     def gather(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Gather every rank's bytes, one after another."""
         self.check()
@@ -155,6 +167,19 @@ class Fused:
             ll_sum(self._ll_place, name, source, source, nbytes, divisor, stream)
         else:
             fused_sum(self._place, name, source, source, nbytes, divisor, stream)
+
+    def scatter(self, output: torch.Tensor, whole: torch.Tensor, divisor: int, stream: int) -> None:
+        """Add the ranks' parts for this rank, in fp32, and divide; the output may be its part."""
+        self.check()
+        addresses = output.data_ptr(), whole.data_ptr()
+        name = _NAMES[output.dtype]
+        fused_scatter(self._place, name, *addresses, output.nbytes, divisor, stream)
+
+    def sum_in_parts(self, tensor: torch.Tensor, divisor: int, stream: int) -> None:
+        """As ``sum``: every rank adds up a part, then all gather them."""
+        part = tensor.view(-1).chunk(self._world_size)[self._place.rank]
+        self.scatter(part, tensor, divisor, stream)
+        self.gather(tensor.data_ptr(), part.data_ptr(), part.nbytes, stream)
 
     def plan_sum(self, tensor: torch.Tensor, divisor: int) -> Callable[[int], None]:
         """The same call, to be made many times on a stream; the tensor must stay where it is."""
