@@ -4,12 +4,13 @@ Every rank has a GPU of its own, so a kernel may wait for another rank's. Blocks
 first block of a pair, the *stager*, copies a chunk of the input in each round to where the other
 ranks can read it, and posts the round's number to the second block, the *reader*, of the same pair
 on every rank. A reader waits for that number from the stagers of all ranks, reads what they staged,
-and posts the number back to them: their slot is free. So the link is never idle while something is
-staged, and pairs need not wait for each other. A call of more bytes takes several rounds, all in
-one launch::
+and posts the number back to them: their slot is free. It does so at the barrier behind which it
+reads on, so when the next round has come, which by then it mostly has. So the link is never idle
+while something is staged, and pairs need not wait for each other. A call of more bytes takes
+several rounds, all in one launch::
 
     stager:  await "round c - 4 was read", stage c, post "c is staged", c += 1
-    reader:  await "c is staged", read c, post "c was read", c += 1
+    reader:  await "c is staged", read c, await "c + 1 is staged", post "c was read", c += 1
 
 Rounds are counted for each block, in device memory and on through all launches, so that a captured
 graph can be replayed. The count's last two bits say which of the pair's four slots it lies in.
@@ -21,10 +22,10 @@ Why no byte is overwritten before it was read (invariant 6). Take round c of a p
    the same launch on all ranks. A slot belongs to one pair whatever the shape of the launch:
    nothing but the rounds of this pair has to be looked at.
 2. A stager stages round c in the slot of round c - 4, behind its wait for the post of round c - 4
-   by the readers of all ranks. A reader posts behind its reads: what the threads of a block have
-   read is behind them when they come to the barrier in front of the post; the post's fence and the
-   wait's acquire hand that on to the stager. It does not matter which launches the two rounds are
-   of: the count that is waited for is the same.
+   by the readers of all ranks. A reader posts behind its reads: a thread has what it read when it
+   stores it, or what it added up of it, and does so in front of the barrier in front of the post.
+   That needs no fence: nothing that happens later can change what was read. It does not matter
+   which launches the two rounds are of: the count that is waited for is the same.
 3. An output may lie on its own rank's input. A reader writes the output of round c behind its own
    stager's post of round c, so that chunk of the input has been staged. The stager then reads
    later chunks only, and no round writes where another one's chunk lies. (What fused_scatter does
@@ -116,20 +117,23 @@ def _has_given_up(epochs: int) -> bool:
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
-def _has_come(counter: int, expected: int) -> bool:
-    return types.int32(ptx.load_acquire(counter) - expected) >= _ZERO
+def _has_come(counter: int, expected: int, seen: Any) -> bool:
+    if types.int32(seen[0] - expected) >= _ZERO:
+        return True
+    seen[0] = ptx.load_acquire(counter)
+    return types.int32(seen[0] - expected) >= _ZERO
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
-def _await_count(counter: int, expected: int, other_mark: int, timeout_ns: int) -> int:
+def _await_count(counter: int, expected: int, other_mark: int, timeout_ns: int, seen: Any) -> int:
     """Wait for a count; say whether it came, was late, or is not to come: the pair gives up."""
     for _ in range(_POLLS_WITHOUT_CLOCK):
-        if _has_come(counter, expected):
+        if _has_come(counter, expected, seen):
             return _CAME
     start = ptx.nanoseconds()
     while True:
         for _ in range(_POLLS_PER_LOOK):
-            if _has_come(counter, expected):
+            if _has_come(counter, expected, seen):
                 return _CAME
         if ptx.load_count(other_mark) != _NONE:
             return _ALONE
@@ -138,23 +142,32 @@ def _await_count(counter: int, expected: int, other_mark: int, timeout_ns: int) 
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _post_staged(
+    base: int, page_nbytes: int, rank: int, world_size: int, count: int, epochs: int, last: int
+) -> None:
+    """Stager: tell the readers of this pair, on every rank, that a round is staged."""
+    cuda.syncthreads()  # it is, and every thread has read the count
+    if types.int64(cuda.threadIdx.x) < world_size:
+        # One fence, not a release behind it: that would be a second one of a microsecond.
+        ptx.fence_system()
+    _post(base, page_nbytes, rank, world_size, count, epochs, last)
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
 def _post(
     base: int, page_nbytes: int, rank: int, world_size: int, count: int, epochs: int, last: int
 ) -> None:
-    """Tell the other block of this pair, on every rank, that this one is through a round."""
-    cuda.syncthreads()  # it is, and every thread has read the count
+    """Behind a barrier of the block: post a round to the other block of this pair on every rank."""
     peer = types.int64(cuda.threadIdx.x)
     if peer == 0:
         ptx.store_count(_count_of(epochs), last)
     if peer < world_size:
-        # One fence, not a release behind it: that would be a second one of a microsecond.
-        ptx.fence_system()
         line = (types.int64(cuda.blockIdx.x) ^ 1) * world_size + rank
         ptx.store_relaxed(base + peer * page_nbytes + line * LINE_NBYTES, count)
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
-def _await(
+def _poll(
     base: int,
     page_nbytes: int,
     rank: int,
@@ -163,26 +176,40 @@ def _await(
     epochs: int,
     status: int,
     timeout_ns: int,
-) -> bool:
-    """Wait for the other block of this pair on all ranks; what each did before is then visible.
+    seen: Any,
+) -> int:
+    """Wait for the other block of this pair on all ranks, a thread for each rank.
 
-    The thread that polls acquires, and the barrier of the block hands that on: no fence is needed.
-    The last threads poll: the first ones may still be in the fence of their post. Returns whether
-    all have come, which the threads of a block agree on.
+    The last threads poll: the first ones may still be in the fence of a post.
+
+    Args:
+        seen: the latest count that this thread knows of: a round that came early costs nothing.
+
+    Returns:
+        1 if this thread has waited in vain.
     """
     peer = types.int64(cuda.blockDim.x) - 1 - types.int64(cuda.threadIdx.x)
-    is_late = types.int32(0)
-    if peer < world_size:
-        line = types.int64(cuda.blockIdx.x) * world_size + peer
-        own = base + rank * page_nbytes + line * LINE_NBYTES
-        # Its own rank's blocks may in turn wait for another rank, which they name by then.
-        patience_ns = timeout_ns if peer != rank else 4 * timeout_ns
-        came = _await_count(own, count, _other_mark_of(epochs), patience_ns)
-        if came != _CAME:
-            if came == _LATE:
-                ptx.store_release(status + 4 * peer, _ONE)
-            ptx.store_count(_mark_of(epochs), _ONE)
-            is_late = types.int32(1)
+    if peer >= world_size:
+        return types.int32(0)
+    line = types.int64(cuda.blockIdx.x) * world_size + peer
+    own = base + rank * page_nbytes + line * LINE_NBYTES
+    # Its own rank's blocks may in turn wait for another rank, which they name by then.
+    patience_ns = timeout_ns if peer != rank else 4 * timeout_ns
+    came = _await_count(own, count, _other_mark_of(epochs), patience_ns, seen)
+    if came == _CAME:
+        return types.int32(0)
+    if came == _LATE:
+        ptx.store_release(status + 4 * peer, _ONE)
+    ptx.store_count(_mark_of(epochs), _ONE)
+    return types.int32(1)
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _have_all_come(is_late: int) -> bool:
+    """What all threads of the block agree on, and what the others did before is now visible.
+
+    The threads that polled have acquired it, and the barrier hands that on: no fence is needed.
+    """
     return cuda.syncthreads_or(is_late) == 0
 
 
@@ -319,6 +346,7 @@ def fused_gather(
     timeout_ns: int,
 ) -> None:
     turn = types.int64(0)
+    seen = cuda.local.array(1, types.uint32)
     if _is_stager():
         longer_ns = 2 * timeout_ns
         low = cuda.local.array(_UNROLLED, types.uint64)
@@ -330,10 +358,14 @@ def fused_gather(
         if _has_given_up(epochs):
             return
         last = types.uint32(before + types.uint32(num_rounds))
+        seen[0] = types.uint32(before - _NUM_SLOTS)
         while turn < num_rounds:
             count = types.uint32(before + types.uint32(turn) + _ONE)
             free = types.uint32(count - _NUM_SLOTS)
-            if not _await(base, page_nbytes, rank, world_size, free, epochs, status, longer_ns):
+            is_late = _poll(
+                base, page_nbytes, rank, world_size, free, epochs, status, longer_ns, seen
+            )
+            if not _have_all_come(is_late):
                 return
             offset = _offset_of(turn, chunk_nbytes)
             size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
@@ -344,7 +376,7 @@ def fused_gather(
                 _copy_aligned(own, begin, size, low, high)
             else:
                 _copy_chunk(own, begin, size)
-            _post(base, page_nbytes, rank, world_size, count, epochs, last)
+            _post_staged(base, page_nbytes, rank, world_size, count, epochs, last)
             to = target + rank * nbytes + offset
             if to != begin:
                 if is_aligned and (to & 15) == 0:
@@ -359,11 +391,29 @@ def fused_gather(
     if _has_given_up(epochs):
         return
     last = types.uint32(before + types.uint32(num_rounds))
+    seen[0] = before
     are_aligned = ((target | nbytes) & 15) == 0
-    while turn < num_rounds:
-        count = types.uint32(before + types.uint32(turn) + _ONE)
-        if not _await(base, page_nbytes, rank, world_size, count, epochs, status, timeout_ns):
+    while True:
+        is_late = types.int32(0)
+        count = types.uint32(before + types.uint32(turn))
+        if turn < num_rounds:
+            is_late = _poll(
+                base,
+                page_nbytes,
+                rank,
+                world_size,
+                types.uint32(count + _ONE),
+                epochs,
+                status,
+                timeout_ns,
+                seen,
+            )
+        have_come = _have_all_come(is_late)
+        if turn > 0:
+            _post(base, page_nbytes, rank, world_size, count, epochs, last)
+        if turn == num_rounds or not have_come:
             return
+        count = types.uint32(count + _ONE)
         given = _slot_of(count, staging, region_nbytes, slot_nbytes)
         to = target + _offset_of(turn, chunk_nbytes)
         size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
@@ -375,7 +425,6 @@ def fused_gather(
                 if peer >= world_size:
                     peer -= world_size
                 _copy_chunk(to + peer * nbytes, given + peer * region_nbytes, size)
-        _post(base, page_nbytes, rank, world_size, count, epochs, last)
         turn += 1
 
 
@@ -414,6 +463,7 @@ def _reduction(load: Any, pack: Any, itemsize: int, is_scatter: bool) -> Any:
         timeout_ns: int,
     ) -> None:
         turn = types.int64(0)
+        seen = cuda.local.array(1, types.uint32)
         # Whether a scatter's own part is read where it is given.
         is_read_there = is_scatter and (source & 15) == 0
         if _is_stager():
@@ -428,10 +478,14 @@ def _reduction(load: Any, pack: Any, itemsize: int, is_scatter: bool) -> Any:
             if _has_given_up(epochs):
                 return
             last = types.uint32(before + types.uint32(num_rounds))
+            seen[0] = types.uint32(before - _NUM_SLOTS)
             while turn < num_rounds:
                 count = types.uint32(before + types.uint32(turn) + _ONE)
                 free = types.uint32(count - _NUM_SLOTS)
-                if not _await(base, page_nbytes, rank, world_size, free, epochs, status, longer_ns):
+                is_late = _poll(
+                    base, page_nbytes, rank, world_size, free, epochs, status, longer_ns, seen
+                )
+                if not _have_all_come(is_late):
                     return
                 begin = source + _offset_of(turn, chunk_nbytes)
                 size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
@@ -446,7 +500,7 @@ def _reduction(load: Any, pack: Any, itemsize: int, is_scatter: bool) -> Any:
                     _copy_aligned(own, begin, size, low, high)
                 else:
                     _copy_chunk(own, begin, size)
-                _post(base, page_nbytes, rank, world_size, count, epochs, last)
+                _post_staged(base, page_nbytes, rank, world_size, count, epochs, last)
                 turn += 1
                 if not is_scatter:
                     size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
@@ -456,6 +510,7 @@ def _reduction(load: Any, pack: Any, itemsize: int, is_scatter: bool) -> Any:
         if _has_given_up(epochs):
             return
         last = types.uint32(before + types.uint32(num_rounds))
+        seen[0] = before
         thread = 16 * types.int64(cuda.threadIdx.x)
         step = 16 * types.int64(cuda.blockDim.x)
         words = cuda.local.array(_MOST_WORDS, types.uint64)
@@ -463,10 +518,27 @@ def _reduction(load: Any, pack: Any, itemsize: int, is_scatter: bool) -> Any:
         total = cuda.local.array(4, types.float32)
         for k in range(4):
             total[k] = types.float32(0.0)
-        while turn < num_rounds:
-            count = types.uint32(before + types.uint32(turn) + _ONE)
-            if not _await(base, page_nbytes, rank, world_size, count, epochs, status, timeout_ns):
+        while True:
+            is_late = types.int32(0)
+            count = types.uint32(before + types.uint32(turn))
+            if turn < num_rounds:
+                is_late = _poll(
+                    base,
+                    page_nbytes,
+                    rank,
+                    world_size,
+                    types.uint32(count + _ONE),
+                    epochs,
+                    status,
+                    timeout_ns,
+                    seen,
+                )
+            have_come = _have_all_come(is_late)
+            if turn > 0:
+                _post(base, page_nbytes, rank, world_size, count, epochs, last)
+            if turn == num_rounds or not have_come:
                 return
+            count = types.uint32(count + _ONE)
             given = _slot_of(count, staging, region_nbytes, slot_nbytes)
             if is_scatter:
                 given += rank * chunk_nbytes
@@ -518,7 +590,6 @@ def _reduction(load: Any, pack: Any, itemsize: int, is_scatter: bool) -> Any:
                         result[half] = pack(total[0], total[1], total[2], total[3])
                     _store_result(to + offset, result[0], result[1])
                     offset += step
-            _post(base, page_nbytes, rank, world_size, count, epochs, last)
             turn += 1
 
     return body

@@ -16,6 +16,7 @@ import torch
 from harness import Ranks, missing_launcher, rank_environment
 from tpspan.errors import PeerError
 from tpspan.spans import stream_watch
+from tpspan.spans.signals import Signals
 from tpspan.tools.bench import values
 from tpspan.tools.bench.allocating import shown
 from tpspan.tools.bench.command import num_bytes, parser
@@ -142,6 +143,34 @@ def test_a_host_may_be_far_ahead_while_a_stream_is_timed(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="enough"):
         bench.queued(call, 200, 50)
     assert room == stream_watch.ROOM
+
+
+def test_a_call_begins_behind_a_barrier_and_the_slowest_rank_of_each_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = PlayedCalls(monkeypatch)
+    done: list[object] = []
+    bench: Any = calls.bench(shares_device=False)
+
+    def barrier(slot: int, stream: int) -> None:
+        calls.now_us += 5000
+        done.append(("barrier", slot, stream))
+
+    def call() -> None:
+        calls()
+        done.append(("call",))
+
+    def all_gather(mine: list[float]) -> list[list[float]]:
+        assert [1e6 * each for each in mine] == pytest.approx([317] * 3)
+        return [mine, [2e-4, 9e-4, 4e-4]]
+
+    signals = SimpleNamespace(acquire=lambda: 4, release=done.append, barrier=barrier)
+    monkeypatch.setattr(Signals, "of", lambda world: signals)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
+    bench.world = SimpleNamespace(device=None, backend="host")
+    bench.board = SimpleNamespace(all_gather=all_gather)
+    assert bench.begun_together(call, 3) == pytest.approx(4e-4)
+    assert done == [("barrier", 4, 7), ("call",)] * 3 + [4]
 
 
 def test_fit() -> None:

@@ -377,7 +377,7 @@ BREAKS = {
         "(pair[0] >> _HALF)",
     ),
     "one slot of bytes": ("device_fused", "types.int64(count & _SLOT_MASK)", "0"),
-    "no fence": ("device_fused", "        ptx.fence_system()\n", ""),
+    "no fence": ("device_fused", "        ptx.fence_system()\n", "        pass\n"),
     "no barrier": ("device_fused", "    cuda.syncthreads()  # it is", "    0  # it is"),
 }
 
@@ -425,6 +425,11 @@ ROUND_BREAKS = {
     "a wait for the round before": ("_await_count(own, count,", "_await_count(own, count - _ONE,"),
     "a slot is free a round early": ("count - _NUM_SLOTS", "count - _NUM_SLOTS - _ONE"),
     "no barrier before a post": ("    cuda.syncthreads()  # it is", "    0  # it is"),
+    "a reader has seen too much": ("seen[0] = before\n", "seen[0] = before + _ONE\n"),
+    "a stager has seen too much": (
+        "seen[0] = types.uint32(before - _NUM_SLOTS)",
+        "seen[0] = before",
+    ),
 }
 
 

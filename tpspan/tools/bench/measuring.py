@@ -15,6 +15,7 @@ import torch
 
 from tpspan.launch.world import World
 from tpspan.spans import Board, stream_watch
+from tpspan.spans.signals import Signals
 
 # Long enough that the host has queued every call before the first one runs.
 _AHEAD_CYCLES = 20_000_000
@@ -256,6 +257,29 @@ class Bench:
             self.start_together()
             whole_s, host_s = train(num_calls)
         return (self.agree(whole_s) - off_s) / (num_calls - num_off), host_s
+
+    def begun_together(self, body: Callable[[], object], num_calls: int) -> float:
+        """Seconds of a call that the devices of all ranks begin together. For a GPU each.
+
+        A barrier of the streams goes before each of ``num_calls``, and all are queued before the
+        first begins. The slowest rank of a call counts, and of all calls the median.
+        """
+        signals = Signals.of(self.world)
+        stream = torch.cuda.current_stream(self.world.device).cuda_stream
+        slot = signals.acquire()
+        spans = []
+        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[attr-defined]
+        for _ in range(num_calls):
+            signals.barrier(slot, stream)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            body()
+            end.record()
+            spans.append((begin, end))
+        self.synchronize()
+        took = self.board.all_gather([begin.elapsed_time(end) / 1e3 for begin, end in spans])
+        signals.release(slot)
+        return statistics.median(map(max, zip(*took, strict=True)))
 
     def add(
         self,

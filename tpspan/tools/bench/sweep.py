@@ -27,6 +27,7 @@ _EXACT = 256
 _CHUNK = 4 << 20
 _SETTLE_S, _MOST_BEFORE = 0.03, 48  # fewer than a host may be ahead of remaps
 _SAMPLE_S, _MOST_CALLS = 2e-3, 50
+_MOST_TOGETHER = 15
 # Of ranks that share a GPU: a hundred times what a process waits for its time slice.
 _SHARED_SAMPLE_S, _MOST_SHARED_CALLS = 24e-3, 200
 # Beyond this a second check in bf16 says nothing new, and takes long.
@@ -87,7 +88,8 @@ class Row:
         us: microseconds of each contender, medians of the slowest rank; None if left out. On CUDA
             of calls queued ahead one after another, so that no host is waited for.
         host_us: on CUDA the host's part of a call; otherwise empty.
-        alone_us: on CUDA one call on idle devices, from when its host begins; otherwise empty.
+        alone_us: on CUDA one call that all ranks begin together: with a GPU each, at a barrier of
+            their streams; if they share one, on an idle device, from when the host begins.
         best_peer: the fastest of the peers; None if there was none.
         ratio: how many times longer than ours the best peer takes.
         ratio_alone: the same of calls alone, with the peer that is fastest then.
@@ -262,7 +264,7 @@ def _measure(bench: Bench, operation: str, nbytes: int, contenders: Sequence[Con
 
 
 def _timed(bench: Bench, body: Any, *, meets: bool) -> Callable[[], tuple[float, float, float]]:
-    """Seconds of a call queued ahead, of the host's part, and of a call alone."""
+    """Seconds of a call in a queue of many, of the host's part, and of a call alone."""
 
     def seconds_each(num_calls: int) -> float:
         bench.start_together()
@@ -294,6 +296,8 @@ def _timed(bench: Bench, body: Any, *, meets: bool) -> Callable[[], tuple[float,
     def on_stream() -> tuple[float, float, float]:
         queued_s, host_s = bench.queued(body, num_calls, num_before, meets=meets)
         bench.start_together()
+        if not bench.shares_device:
+            return queued_s, host_s, bench.begun_together(body, min(num_calls, _MOST_TOGETHER))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         body()
