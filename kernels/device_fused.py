@@ -9,11 +9,11 @@ reads on, so when the next round has come, which by then it mostly has. So the l
 while something is staged, and pairs need not wait for each other. A call of more bytes takes
 several rounds, all in one launch::
 
-    stager:  await "round c - 4 was read", stage c, post "c is staged", c += 1
+    stager:  await "round c - 8 was read", stage c, post "c is staged", c += 1
     reader:  await "c is staged", read c, await "c + 1 is staged", post "c was read", c += 1
 
 Rounds are counted for each block, in device memory and on through all launches, so that a captured
-graph can be replayed. The count's last two bits say which of the pair's four slots it lies in.
+graph can be replayed. The count's last three bits say which of the pair's eight slots it lies in.
 
 Why no byte is overwritten before it was read (invariant 6). Take round c of a pair.
 
@@ -21,7 +21,7 @@ Why no byte is overwritten before it was read (invariant 6). Take round c of a p
    through all rounds even if there is nothing to stage. So round c of a pair is the same round of
    the same launch on all ranks. A slot belongs to one pair whatever the shape of the launch:
    nothing but the rounds of this pair has to be looked at.
-2. A stager stages round c in the slot of round c - 4, behind its wait for the post of round c - 4
+2. A stager stages round c in the slot of round c - 8, behind its wait for the post of round c - 8
    by the readers of all ranks. A reader posts behind its reads: a thread has what it read when it
    stores it, or what it added up of it, and does so in front of the barrier in front of the post.
    That needs no fence: nothing that happens later can change what was read. It does not matter
@@ -72,10 +72,11 @@ _POLLS_WITHOUT_CLOCK = 32
 _MOST_RANKS = 8
 _POLLS_PER_LOOK = 32
 _CAME, _LATE, _ALONE = types.int32(0), types.int32(1), types.int32(2)
-_UNROLLED = 4  # vectors that a thread copies at once
-_PLACES = 4  # at which it adds up two ranks' vectors at once
-_NUM_SLOTS = types.uint32(4)
-_SLOT_MASK = types.uint32(3)
+_UNROLLED = 2  # vectors that a thread copies at once
+_PLACES = 2  # at which it adds up two ranks' vectors at once
+_NUM_SLOTS = types.uint32(8)
+_SLOT_BITS = 3
+_SLOT_MASK = types.uint32(7)
 _MOST_WORDS = 16  # two of every rank, or of two ranks at four places
 
 
@@ -236,9 +237,9 @@ def _load_early(begin: int, size: int, low: Any, high: Any) -> None:
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
 def _slot_of(count: int, staging: int, region_nbytes: int, slot_nbytes: int) -> int:
-    """Where the first rank's pair stages in the round of this count: a quarter for each slot."""
-    quarter = types.int64(count & _SLOT_MASK) * (region_nbytes >> 2)
-    return staging + quarter + _pair() * slot_nbytes
+    """Where the first rank's pair stages in the round of this count."""
+    slot = types.int64(count & _SLOT_MASK) * (region_nbytes >> _SLOT_BITS)
+    return staging + slot + _pair() * slot_nbytes
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
@@ -263,18 +264,75 @@ def _store_group(target: int, first: int, size: int, low: Any, high: Any) -> Non
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
-def _copy_aligned(target: int, source: int, size: int, low: Any, high: Any) -> None:
-    """Copy a chunk, all of it a multiple of 16, whose first vectors are loaded already."""
+def _copy_aligned(target: int, also: int, source: int, size: int, low: Any, high: Any) -> None:
+    """Copy a chunk, all of it a multiple of 16, whose first vectors are loaded already.
+
+    Args:
+        also: where a second copy goes; 0 for nowhere.
+    """
     offset = 16 * types.int64(cuda.threadIdx.x)
     step = 16 * types.int64(cuda.blockDim.x)
     _store_group(target, offset, size, low, high)
+    if also != 0:
+        _store_group(also, offset, size, low, high)
     offset += _UNROLLED * step
     more_low = cuda.local.array(_UNROLLED, types.uint64)
     more_high = cuda.local.array(_UNROLLED, types.uint64)
     while offset < size:
         _load_group(source, offset, size, more_low, more_high)
         _store_group(target, offset, size, more_low, more_high)
+        if also != 0:
+            _store_group(also, offset, size, more_low, more_high)
         offset += _UNROLLED * step
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _load_row(
+    target: int,
+    target_stride: int,
+    source: int,
+    source_stride: int,
+    size: int,
+    first: int,
+    rank: int,
+    world_size: int,
+    low: Any,
+    high: Any,
+    to: Any,
+) -> None:
+    """Load this thread's next vectors of ``size`` bytes of each other rank, and note where to.
+
+    Rank p's are read at ``source + p * source_stride``. All is a multiple of 16. The vectors of all
+    ranks stand in one row, the right neighbour's first, and a thread has four under way whatever
+    their number.
+
+    Args:
+        first: where in the row the block's next vectors begin.
+        to: the addresses; 0 for none.
+    """
+    per_peer = size >> 4
+    num_vectors = per_peer * (world_size - 1)
+    item = first + types.int64(cuda.threadIdx.x)
+    step = types.int64(cuda.blockDim.x)
+    for k in range(_UNROLLED):
+        this = item + k * step
+        is_there = types.uint32(1) if this < num_vectors else types.uint32(0)
+        distance = types.int64(types.uint32(this) // types.uint32(max(per_peer, 1)))
+        peer = rank + 1 + distance
+        if peer >= world_size:
+            peer -= world_size
+        offset = 16 * (this - distance * per_peer)
+        to[k] = target + peer * target_stride + offset if is_there else types.int64(0)
+        vector = ptx.load_vector_if(source + peer * source_stride + offset, is_there)
+        low[k] = vector[0]
+        high[k] = vector[1]
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _store_row(low: Any, high: Any, to: Any) -> None:
+    for k in range(_UNROLLED):
+        if to[k] != 0:
+            ptx.store_vector(to[k], low[k], high[k])
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
@@ -287,35 +345,27 @@ def _copy_rows(
     rank: int,
     world_size: int,
 ) -> None:
-    """Copy ``size`` bytes for every other rank p, from ``source + p * source_stride``.
-
-    All is a multiple of 16. The vectors of all ranks stand in one row, the right neighbour's first,
-    and a thread has four under way whatever their number.
-    """
-    per_peer = size >> 4
-    num_vectors = per_peer * (world_size - 1)
-    item = types.int64(cuda.threadIdx.x)
-    step = types.int64(cuda.blockDim.x)
+    """Copy ``size`` bytes for every other rank p, from ``source + p * source_stride``."""
+    first = types.int64(0)
     low = cuda.local.array(_UNROLLED, types.uint64)
     high = cuda.local.array(_UNROLLED, types.uint64)
     to = cuda.local.array(_UNROLLED, types.int64)
-    while item < num_vectors:
-        for k in range(_UNROLLED):
-            this = item + k * step
-            is_there = types.uint32(1) if this < num_vectors else types.uint32(0)
-            distance = types.int64(types.uint32(this) // types.uint32(per_peer))
-            peer = rank + 1 + distance
-            if peer >= world_size:
-                peer -= world_size
-            offset = 16 * (this - distance * per_peer)
-            to[k] = target + peer * target_stride + offset
-            vector = ptx.load_vector_if(source + peer * source_stride + offset, is_there)
-            low[k] = vector[0]
-            high[k] = vector[1]
-        for k in range(_UNROLLED):
-            if item + k * step < num_vectors:
-                ptx.store_vector(to[k], low[k], high[k])
-        item += _UNROLLED * step
+    while first < (size >> 4) * (world_size - 1):
+        _load_row(
+            target,
+            target_stride,
+            source,
+            source_stride,
+            size,
+            first,
+            rank,
+            world_size,
+            low,
+            high,
+            to,
+        )
+        _store_row(low, high, to)
+        first += _UNROLLED * types.int64(cuda.blockDim.x)
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
@@ -372,17 +422,15 @@ def fused_gather(
             begin = source + offset
             is_aligned = ((begin | size) & 15) == 0
             own = _slot_of(count, staging, region_nbytes, slot_nbytes) + rank * region_nbytes
+            to = target + rank * nbytes + offset
+            also = to if to != begin and (to & 15) == 0 and is_aligned else types.int64(0)
             if is_aligned:
-                _copy_aligned(own, begin, size, low, high)
+                _copy_aligned(own, also, begin, size, low, high)
             else:
                 _copy_chunk(own, begin, size)
             _post_staged(base, page_nbytes, rank, world_size, count, epochs, last)
-            to = target + rank * nbytes + offset
-            if to != begin:
-                if is_aligned and (to & 15) == 0:
-                    _copy_aligned(to, begin, size, low, high)
-                else:
-                    _copy_chunk(to, begin, size)
+            if to != begin and also == 0:
+                _copy_chunk(to, begin, size)
             turn += 1
             size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
             _load_early(source + _offset_of(turn, chunk_nbytes), size, low, high)
@@ -393,39 +441,116 @@ def fused_gather(
     last = types.uint32(before + types.uint32(num_rounds))
     seen[0] = before
     are_aligned = ((target | nbytes) & 15) == 0
+    now_low = cuda.local.array(_UNROLLED, types.uint64)
+    now_high = cuda.local.array(_UNROLLED, types.uint64)
+    now_to = cuda.local.array(_UNROLLED, types.int64)
+    low = cuda.local.array(_UNROLLED, types.uint64)
+    high = cuda.local.array(_UNROLLED, types.uint64)
+    to = cuda.local.array(_UNROLLED, types.int64)
+    for k in range(_UNROLLED):
+        now_to[k] = 0
+    # What is loaded next: the vectors of a round from ``first`` on. Then those before are stored.
+    # So the link has something to carry while the block is between two rounds, too.
+    turn, first, num_vectors = types.int64(-1), types.int64(0), types.int64(0)
+    count, size, given, begin = before, types.int64(0), types.int64(0), types.int64(0)
+    is_over = False
     while True:
-        is_late = types.int32(0)
-        count = types.uint32(before + types.uint32(turn))
-        if turn < num_rounds:
-            is_late = _poll(
-                base,
-                page_nbytes,
+        if first >= num_vectors:
+            turn += 1
+            count = types.uint32(before + types.uint32(turn))
+            is_late = types.int32(0)
+            if turn < num_rounds:
+                is_late = _poll(
+                    base,
+                    page_nbytes,
+                    rank,
+                    world_size,
+                    types.uint32(count + _ONE),
+                    epochs,
+                    status,
+                    timeout_ns,
+                    seen,
+                )
+            is_over = not _have_all_come(is_late) or turn == num_rounds
+            if turn > 1:
+                was_read = types.uint32(count - _ONE)
+                _post(base, page_nbytes, rank, world_size, was_read, epochs, last)
+            first = types.int64(0)
+            size = types.int64(0)
+            if not is_over:
+                size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
+            num_vectors = (size >> 4) * (world_size - 1)
+            given = _slot_of(types.uint32(count + _ONE), staging, region_nbytes, slot_nbytes)
+            begin = target + _offset_of(turn, chunk_nbytes)
+        if are_aligned:
+            _load_row(
+                begin,
+                nbytes,
+                given,
+                region_nbytes,
+                size,
+                first,
                 rank,
                 world_size,
-                types.uint32(count + _ONE),
-                epochs,
-                status,
-                timeout_ns,
-                seen,
+                low,
+                high,
+                to,
             )
-        have_come = _have_all_come(is_late)
-        if turn > 0:
-            _post(base, page_nbytes, rank, world_size, count, epochs, last)
-        if turn == num_rounds or not have_come:
-            return
-        count = types.uint32(count + _ONE)
-        given = _slot_of(count, staging, region_nbytes, slot_nbytes)
-        to = target + _offset_of(turn, chunk_nbytes)
-        size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
-        if are_aligned:
-            _copy_rows(to, nbytes, given, region_nbytes, size, rank, world_size)
+            _store_row(now_low, now_high, now_to)
+            for k in range(_UNROLLED):
+                now_low[k] = low[k]
+                now_high[k] = high[k]
+                now_to[k] = to[k]
+            first += _UNROLLED * types.int64(cuda.blockDim.x)
         else:
             for distance in range(1, world_size):
                 peer = rank + distance
                 if peer >= world_size:
                     peer -= world_size
-                _copy_chunk(to + peer * nbytes, given + peer * region_nbytes, size)
-        turn += 1
+                _copy_chunk(begin + peer * nbytes, given + peer * region_nbytes, size)
+            first = num_vectors
+        if is_over:
+            break
+    if turn > 0:
+        cuda.syncthreads()
+        _post(base, page_nbytes, rank, world_size, count, epochs, last)
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[misc]
+def _load_words(
+    given: int,
+    region_nbytes: int,
+    mine: int,
+    rank: int,
+    world_size: int,
+    first: int,
+    size: int,
+    words: Any,
+) -> None:
+    """This thread's next vectors of every rank: of two ranks at four places, of more at one.
+
+    Args:
+        given: where rank 0 has staged; the others lie ``region_nbytes`` apart.
+        mine: where this rank's own are read.
+        first, size: where the block's next vectors begin, and how many bytes there are.
+    """
+    place = first + 16 * types.int64(cuda.threadIdx.x)
+    if world_size == 2:
+        low = mine if rank == 0 else given
+        high = mine if rank == 1 else given + region_nbytes
+        for k in range(2 * _PLACES):
+            at = place + (k >> 1) * 16 * types.int64(cuda.blockDim.x)
+            is_there = types.uint32(1) if at < size else types.uint32(0)
+            vector = ptx.load_vector_if(at + (high if k & 1 else low), is_there)
+            words[2 * k] = vector[0]
+            words[2 * k + 1] = vector[1]
+    else:
+        for peer in range(_MOST_RANKS):
+            is_there = types.uint32(1) if peer < world_size and place < size else types.uint32(0)
+            begin = mine if peer == rank else given + peer * region_nbytes
+            vector = ptx.load_vector_if(begin + place, is_there)
+            words[2 * peer] = vector[0]
+            words[2 * peer + 1] = vector[1]
 
 
 def _reduction(load: Any, pack: Any, itemsize: int, is_scatter: bool) -> Any:
@@ -443,6 +568,36 @@ def _reduction(load: Any, pack: Any, itemsize: int, is_scatter: bool) -> Any:
             more = load(_part(word, k, width))
             # Not 0 + first: that would lose the sign of a zero.
             total[k] = more if is_first else total[k] + more
+
+    @cuda.jit(device=True, inline="always")  # type: ignore[misc]
+    def add_up(words: Any, to: int, size: int, divisor: int, world_size: int) -> None:
+        """Add up what ``_load_words`` has loaded, and store it where there are ``size`` bytes."""
+        result = cuda.local.array(2, types.uint64)
+        total = cuda.local.array(4, types.float32)
+        for k in range(4):
+            total[k] = types.float32(0.0)
+        place = 16 * types.int64(cuda.threadIdx.x)
+        # Loops of known length are unrolled: each place is written once here, to be compiled soon.
+        if world_size == 2:
+            by = types.float32(1.0) / types.float32(divisor)  # 1 or 2: the product is exact, too
+            for k in range(_PLACES):
+                for half in range(2):
+                    for peer in range(2):
+                        add(total, words[4 * k + 2 * peer + half], peer == 0)
+                    for each in range(per_word):
+                        total[each] = total[each] * by
+                    result[half] = pack(total[0], total[1], total[2], total[3])
+                at = place + k * 16 * types.int64(cuda.blockDim.x)
+                if at < size:
+                    _store_result(to + at, result[0], result[1])
+        elif place < size:
+            for half in range(2):
+                for peer in range(_MOST_RANKS):
+                    if peer < world_size:
+                        add(total, words[2 * peer + half], peer == 0)
+                _divide(total, per_word, divisor)
+                result[half] = pack(total[0], total[1], total[2], total[3])
+            _store_result(to + place, result[0], result[1])
 
     def body(
         target: int,
@@ -497,7 +652,7 @@ def _reduction(load: Any, pack: Any, itemsize: int, is_scatter: bool) -> Any:
                         for peer in range(world_size):
                             _copy_chunk(own + peer * chunk_nbytes, begin + peer * nbytes, size)
                 elif ((begin | size) & 15) == 0:
-                    _copy_aligned(own, begin, size, low, high)
+                    _copy_aligned(own, types.int64(0), begin, size, low, high)
                 else:
                     _copy_chunk(own, begin, size)
                 _post_staged(base, page_nbytes, rank, world_size, count, epochs, last)
@@ -511,86 +666,60 @@ def _reduction(load: Any, pack: Any, itemsize: int, is_scatter: bool) -> Any:
             return
         last = types.uint32(before + types.uint32(num_rounds))
         seen[0] = before
-        thread = 16 * types.int64(cuda.threadIdx.x)
-        step = 16 * types.int64(cuda.blockDim.x)
         words = cuda.local.array(_MOST_WORDS, types.uint64)
-        result = cuda.local.array(2, types.uint64)
-        total = cuda.local.array(4, types.float32)
-        for k in range(4):
-            total[k] = types.float32(0.0)
+        now_words = cuda.local.array(_MOST_WORDS, types.uint64)
+        for k in range(_MOST_WORDS):
+            now_words[k] = types.uint64(0)
+        now_to, now_size = types.int64(0), types.int64(0)
+        turn, first = types.int64(-1), types.int64(0)
+        count, size, given = before, types.int64(0), types.int64(0)
+        mine, to = types.int64(0), types.int64(0)
+        is_over = False
+        # As many bytes as the block adds up at once.
+        step = 16 * types.int64(cuda.blockDim.x) * (_PLACES if world_size == 2 else 1)
         while True:
-            is_late = types.int32(0)
-            count = types.uint32(before + types.uint32(turn))
-            if turn < num_rounds:
-                is_late = _poll(
-                    base,
-                    page_nbytes,
-                    rank,
-                    world_size,
-                    types.uint32(count + _ONE),
-                    epochs,
-                    status,
-                    timeout_ns,
-                    seen,
-                )
-            have_come = _have_all_come(is_late)
-            if turn > 0:
-                _post(base, page_nbytes, rank, world_size, count, epochs, last)
-            if turn == num_rounds or not have_come:
-                return
-            count = types.uint32(count + _ONE)
-            given = _slot_of(count, staging, region_nbytes, slot_nbytes)
-            if is_scatter:
-                given += rank * chunk_nbytes
-            mine = given + rank * region_nbytes
-            if is_read_there:
-                mine = source + rank * nbytes + _offset_of(turn, chunk_nbytes)
-            end = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
-            to = target + _offset_of(turn, chunk_nbytes)
-            offset = thread
-            # Loops of known length are unrolled: each place is written once here, to be compiled
-            # soon.
-            if world_size == 2:
-                # 1 or 2: the product is exact, too
-                by = types.float32(1.0) / types.float32(divisor)
-                first = mine if rank == 0 else given
-                second = mine if rank == 1 else given + region_nbytes
-                while offset < end:
-                    for k in range(2 * _PLACES):
-                        place = offset + (k >> 1) * step
-                        is_there = types.uint32(1) if place < end else types.uint32(0)
-                        place += second if k & 1 else first
-                        vector = ptx.load_vector_if(place, is_there)
-                        words[2 * k] = vector[0]
-                        words[2 * k + 1] = vector[1]
-                    for k in range(_PLACES):
-                        for half in range(2):
-                            for peer in range(2):
-                                add(total, words[4 * k + 2 * peer + half], peer == 0)
-                            for each in range(per_word):
-                                total[each] = total[each] * by
-                            result[half] = pack(total[0], total[1], total[2], total[3])
-                        place = offset + k * step
-                        if place < end:
-                            _store_result(to + place, result[0], result[1])
-                    offset += _PLACES * step
-            else:
-                while offset < end:
-                    for peer in range(_MOST_RANKS):
-                        is_there = types.uint32(1) if peer < world_size else types.uint32(0)
-                        place = mine if peer == rank else given + peer * region_nbytes
-                        vector = ptx.load_vector_if(place + offset, is_there)
-                        words[2 * peer] = vector[0]
-                        words[2 * peer + 1] = vector[1]
-                    for half in range(2):
-                        for peer in range(_MOST_RANKS):
-                            if peer < world_size:
-                                add(total, words[2 * peer + half], peer == 0)
-                        _divide(total, per_word, divisor)
-                        result[half] = pack(total[0], total[1], total[2], total[3])
-                    _store_result(to + offset, result[0], result[1])
-                    offset += step
-            turn += 1
+            if first >= size:
+                turn += 1
+                count = types.uint32(before + types.uint32(turn))
+                is_late = types.int32(0)
+                if turn < num_rounds:
+                    is_late = _poll(
+                        base,
+                        page_nbytes,
+                        rank,
+                        world_size,
+                        types.uint32(count + _ONE),
+                        epochs,
+                        status,
+                        timeout_ns,
+                        seen,
+                    )
+                is_over = not _have_all_come(is_late) or turn == num_rounds
+                if turn > 1:
+                    was_read = types.uint32(count - _ONE)
+                    _post(base, page_nbytes, rank, world_size, was_read, epochs, last)
+                first = types.int64(0)
+                size = types.int64(0)
+                if not is_over:
+                    size = _size_of(turn, chunk_nbytes, num_rounds, nbytes)
+                given = _slot_of(types.uint32(count + _ONE), staging, region_nbytes, slot_nbytes)
+                if is_scatter:
+                    given += rank * chunk_nbytes
+                mine = given + rank * region_nbytes
+                if is_read_there:
+                    mine = source + rank * nbytes + _offset_of(turn, chunk_nbytes)
+                to = target + _offset_of(turn, chunk_nbytes)
+            _load_words(given, region_nbytes, mine, rank, world_size, first, size, words)
+            add_up(now_words, now_to, now_size, divisor, world_size)
+            for k in range(_MOST_WORDS):
+                now_words[k] = words[k]
+            now_to, now_size = to + first, size - first
+            first += step
+            if is_over:
+                break
+        if turn > 0:
+            cuda.syncthreads()
+            _post(base, page_nbytes, rank, world_size, count, epochs, last)
 
     return body
 

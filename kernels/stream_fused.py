@@ -14,9 +14,9 @@ from tpspan.kernels.compile import BOUND_THREADS, kernel
 # A pair has a block that stages and one that reads, and all blocks must run at the same time, so
 # there are no more than a GPU has multiprocessors.
 FUSED_PAIRS = 64
-# A pair moves so much in a round: four vectors of each thread, which it loads at once.
-ROUND_NBYTES = 32 << 10
-_NUM_SLOTS = 4  # of a pair, as the kernels count them
+# A pair moves so much in a round.
+ROUND_NBYTES = 64 << 10
+_NUM_SLOTS = 8  # of a pair, as the kernels count them
 _NUM_THREADS = BOUND_THREADS
 _SMALLEST_CHUNK_NBYTES = 1024
 _VECTOR_NBYTES = 16

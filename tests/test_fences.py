@@ -21,8 +21,10 @@ class FakeStream:
 
     def __init__(self) -> None:
         self.is_done = threading.Event()
+        self.given: Any = None
 
-    def record_event(self) -> Any:
+    def record_event(self, event: Any = None) -> Any:
+        self.given = event
         return self
 
     def query(self) -> bool:
@@ -49,6 +51,26 @@ def test_a_fence_of_no_stream_is_passed_at_once() -> None:
     made = fence([], FakeSignals())
     assert made.is_done()
     made.wait()
+
+
+def test_events_go_on_to_the_next_fence_only_when_given_back() -> None:
+    streams, spare = [FakeStream(), FakeStream()], []  # type: ignore[var-annotated]
+    world: Any = SimpleNamespace(rank=3, timeout_s=1.0)
+
+    def made() -> Fence:
+        of: Any = None
+        signals: Any = FakeSignals()
+        kinds: Any = streams
+        return Fence(of, kinds, signals, world, spare)
+
+    first = made()
+    made()
+    assert [stream.given for stream in streams] == [None, None]
+    first.give_back()
+    first.give_back()
+    made()
+    assert {id(stream.given) for stream in streams} == {id(stream) for stream in streams}
+    assert not spare
 
 
 def test_a_fence_waits_for_every_stream() -> None:

@@ -143,6 +143,9 @@ class FakeAfter:
     def is_done(self) -> bool:
         return self.is_set.is_set()
 
+    def give_back(self) -> None:
+        assert self.is_set.is_set()
+
 
 class FakeGate:
     """Remembers what it was opened for."""

@@ -43,7 +43,7 @@ NUM_BLOCKS, NUM_PAIRS, NUM_THREADS = 2, 2, 3
 SLOT_NBYTES = 64
 CAPACITY_NBYTES = NUM_BLOCKS * SLOT_NBYTES // 2
 STAGED_NBYTES = 64  # of a pair in a round
-MOST_ROUNDS = 6
+MOST_ROUNDS = 12
 REFRESH = 1 << 30
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -73,7 +73,7 @@ def test_rounds_of_chunks_cover_a_call_and_fit_their_slots(nbytes: int, num_part
     assert chunk * num_chunks >= nbytes and chunk % 16 == 0
     assert chunk * num_parts <= ROUND_NBYTES
     assert (chunk - 16) * num_chunks < nbytes or chunk == 1024, "no larger than it must be"
-    assert shape.num_pairs * chunk * num_parts <= fused_region_nbytes() // 4
+    assert shape.num_pairs * chunk * num_parts <= fused_region_nbytes() // 8
     fewer = (shape.num_rounds - 1) * FUSED_PAIRS * (ROUND_NBYTES // num_parts // 16 * 16)
     assert nbytes > fewer or shape.num_rounds == 1, "no more rounds than it must have"
 
@@ -220,8 +220,8 @@ class Stage:
         self.region_nbytes: list[int] = []
         self.words = regions(2 * world_size * NUM_BLOCKS * SLOT_NBYTES)
         self.board = regions(2 * NUM_PAIRS * world_size * LINE_NBYTES)
-        self.staging = regions(4 * NUM_PAIRS * STAGED_NBYTES - 64)  # with what is left around it
-        assert self.region_nbytes[2] == 4 * NUM_PAIRS * STAGED_NBYTES
+        self.staging = regions(8 * NUM_PAIRS * STAGED_NBYTES - 64)  # with what is left around it
+        assert self.region_nbytes[2] == 8 * NUM_PAIRS * STAGED_NBYTES
         for one in play.ranges[-world_size:]:
             one.end += 64
         self.status = [play.allocate(rank, 4 * world_size) for rank in range(world_size)]
@@ -420,7 +420,7 @@ def test_invariant_6_rounds_of_slow_readers_and_writers(world_size: int, kind: s
 
 ROUND_BREAKS = {
     "three slots": ("types.int64(count & _SLOT_MASK)", "types.int64(int(count) % 3)"),
-    "two slots": ("_SLOT_MASK = types.uint32(3)", "_SLOT_MASK = types.uint32(1)"),
+    "two slots": ("_SLOT_MASK = types.uint32(7)", "_SLOT_MASK = types.uint32(1)"),
     "no wait": ("came = _await_count(own, count,", "came = 0 or (lambda *_: _CAME)(own, count,"),
     "a wait for the round before": ("_await_count(own, count,", "_await_count(own, count - _ONE,"),
     "a slot is free a round early": ("count - _NUM_SLOTS", "count - _NUM_SLOTS - _ONE"),

@@ -59,8 +59,8 @@ def test_layouts(sizes: list[int], backend: str, block_nbytes: int | None) -> No
 
 def test_many_tensors_make_few_blocks() -> None:
     large = PublishedLayout.packed([part("x", 4 << 30)], page_nbytes=PAGE, backend="cuda")
-    assert len(large.sizes) == 24
-    assert large.sizes[0] == -(-(8 << 10) // 24) * PAGE
+    assert len(large.sizes) == MAX_BLOCKS["cuda"]
+    assert large.sizes[0] == -(-(16 << 30) // (PAGE * MAX_BLOCKS["cuda"])) * PAGE
 
 
 def test_differences_are_all_named() -> None:

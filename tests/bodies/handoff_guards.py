@@ -24,6 +24,7 @@ def remap_waits(world: World, guarded: bool) -> list[bool]:
     slot = handoff.acquire()
     if world.rank == 0:
         slot.tensor((16,), torch.int32).fill_(5)
+        torch.cuda.synchronize()
     torch.cuda._sleep(LONG_CYCLES)  # touches nothing: without the guard it does not crash
     done = torch.cuda.current_stream().record_event()
     replace = driver.replace
@@ -35,7 +36,8 @@ def remap_waits(world: World, guarded: bool) -> list[bool]:
     driver.replace = watched  # type: ignore[method-assign]
     try:
         if not guarded:
-            side.streams.fence = lambda: SimpleNamespace(is_done=lambda: True)  # type: ignore
+            passed = SimpleNamespace(is_done=lambda: True, give_back=lambda: None)
+            side.streams.fence = lambda but=None: passed  # type: ignore
         start = time.monotonic()
         slot.release()
         assert time.monotonic() - start < 0.05, "the launching thread does not wait"

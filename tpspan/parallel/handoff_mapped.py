@@ -159,7 +159,7 @@ class MappedTransport:
         turn = slot.turn
         stream = self._stream(side)
         # Before anything is done: it refuses while a stream is being captured.
-        fence = side.streams.fence() if side.lane is not None else None
+        fence = side.streams.fence(but=stream) if side.lane is not None else None
         if side.is_producer:
             self._headers.write(turn, slot.specs)
         try:

@@ -53,6 +53,7 @@ class StreamsInUse:
         self._world = world
         self._signals = signals
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._spare: list[torch.cuda.Event] = []  # making an event takes longer than recording it
 
     def use(self, stream: torch.cuda.Stream | None = None) -> int:
         """Note a stream, by default the current one; return its handle."""
@@ -67,20 +68,28 @@ class StreamsInUse:
             self._streams[handle] = torch.cuda.current_stream(self._world.device)
         return int(handle)
 
-    def refuse_capture(self) -> None:
-        """Raise ``CaptureError`` if one of the streams is being captured (invariant 7)."""
+    def refuse_capture(self, but: int | None = None) -> None:
+        """Raise ``CaptureError`` if one of the streams is being captured (invariant 7).
+
+        Args:
+            but: the handle of a stream that the caller has asked about.
+        """
         for handle in tuple(self._streams):  # a helper thread asks, too
-            if self._world.driver.is_capturing(handle):
+            if handle != but and self._world.driver.is_capturing(handle):
                 raise CaptureError(
                     "a stream that uses this span is being captured into a graph: change mappings "
                     "before or after the capture, not during it (invariant 7)"
                 )
 
-    def fence(self) -> Fence:
-        """Record everything so far on these streams and on the current one."""
+    def fence(self, but: int | None = None) -> Fence:
+        """Record everything so far on these streams and on the current one.
+
+        Args:
+            but: as ``refuse_capture``.
+        """
         self.use()
-        self.refuse_capture()
-        return Fence(self, tuple(self._streams.values()), self._signals, self._world)
+        self.refuse_capture(but)
+        return Fence(self, tuple(self._streams.values()), self._signals, self._world, self._spare)
 
 
 class Fence:
@@ -89,6 +98,9 @@ class Fence:
     The host waits for it before anything is unmapped: the driver's unmap is not ordered with
     streams, so a stream that waits is no protection (invariant 5). The other ranks' part comes with
     the vote of the collective call that takes the fence: every rank waits for its own first.
+
+    Args:
+        spare: events to take, and where ``give_back`` puts them.
 
     Attributes:
         of: the streams of the one span that it guards.
@@ -100,12 +112,21 @@ class Fence:
         streams: Iterable[torch.cuda.Stream],
         signals: Waits,
         world: Place,
+        spare: list[torch.cuda.Event] | None = None,
     ) -> None:
         self.of = of
+        self._spare = [] if spare is None else spare
         self._signals = signals
         self._rank = world.rank
         self._timeout_s = world.timeout_s
-        self._events = [stream.record_event() for stream in streams]
+        self._events = [
+            stream.record_event(self._spare.pop() if self._spare else None) for stream in streams
+        ]
+
+    def give_back(self) -> None:
+        """Let the next fence have the events: nobody waits for this one any more."""
+        self._spare += self._events
+        self._events = []
 
     def is_done(self) -> bool:
         """Say whether everything before the fence has finished, without waiting."""

@@ -18,8 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tpspan.errors import CaptureError, ClosedError, PeerError, TpspanError
 from tpspan.launch.world import World
@@ -40,12 +39,14 @@ class After(Protocol):
     def is_done(self) -> bool:
         """Whether the remap may happen, without waiting."""
 
+    def give_back(self) -> None:
+        """It is not asked again."""
 
-@dataclass(frozen=True)
-class _Job:
+
+class _Job(NamedTuple):
     after: After
     change: Callable[[], object]
-    count: int
+    opens: int  # the gate, for this count
     since_s: float
 
 
@@ -135,6 +136,7 @@ class Lane:
                     return False
                 if self._error is None:  # behind a failure nothing is what it should be
                     began_s, ran_s = time.perf_counter(), time.thread_time()
+                    job.after.give_back()
                     job.change()
                     ran_s = time.thread_time() - ran_s
                     self.last_s.append((time.perf_counter() - began_s, ran_s))
@@ -142,9 +144,9 @@ class Lane:
             except Exception as error:
                 self._error = error.with_traceback(None)
             # After a failure, too: the stream goes on, and the next call says what happened.
-            self._count = job.count
+            self._count = job.opens
             if self._gate is not None:
-                self._gate.open(job.count)
+                self._gate.open(job.opens)
             self._jobs.popleft()
             self._moved_s = time.monotonic()
             return True
@@ -207,6 +209,7 @@ class Remapper:
         self._lanes: list[Lane] = []
         self._changed = threading.Condition()
         self._is_closed = False
+        self._is_resting = False
         self._thread: threading.Thread | None = None
 
     @staticmethod
@@ -255,8 +258,11 @@ class Remapper:
             self._thread.join()
 
     def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        # Who submits has done so before it looks, and the helper says that it rests before it looks
+        # for work: one of the two sees the other.
+        if self._is_resting:
+            with self._changed:
+                self._changed.notify_all()
 
     def _run(self) -> None:
         ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, ctypes.c_ulong(_SLACK_NS))
@@ -264,8 +270,10 @@ class Remapper:
             stack.enter_context(beside_captures(self._driver))
             while True:
                 with self._changed:
+                    self._is_resting = True
                     while not self._is_closed and all(lane.is_idle for lane in self._lanes):
                         self._changed.wait()
+                    self._is_resting = False
                     if self._is_closed:
                         return
                     busy = [lane for lane in self._lanes if not lane.is_idle]
