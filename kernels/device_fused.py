@@ -4,13 +4,16 @@ Every rank has a GPU of its own, so a kernel may wait for another rank's. Blocks
 first block of a pair, the *stager*, copies a chunk of the input in each round to where the other
 ranks can read it, and posts the round's number to the second block, the *reader*, of the same pair
 on every rank. A reader waits for that number from the stagers of all ranks, reads what they staged,
-and posts the number back to them: their slot is free. It does so at the barrier behind which it
-reads on, so when the next round has come, which by then it mostly has. So the link is never idle
-while something is staged, and pairs need not wait for each other. A call of more bytes takes
-several rounds, all in one launch::
+and posts the number back to them: their slot is free. The last vectors of a round it stores only
+when the next round has come and vectors of that are under way, and it posts at the barrier that
+follows. So the link is never idle while something is staged, and pairs need not wait for each
+other. A call of more bytes takes several rounds, all in one launch::
 
     stager:  await "round c - 8 was read", stage c, post "c is staged", c += 1
-    reader:  await "c is staged", read c, await "c + 1 is staged", post "c was read", c += 1
+    reader:  await "c is staged", post "c - 2 was read", load from c, store of c - 1 and c, c += 1
+
+In the end a reader stores the rest and posts the last round. So of the eight slots of a pair six
+may be ahead of what is read.
 
 Rounds are counted for each block, in device memory and on through all launches, so that a captured
 graph can be replayed. The count's last three bits say which of the pair's eight slots it lies in.
@@ -28,8 +31,9 @@ Why no byte is overwritten before it was read (invariant 6). Take round c of a p
    which launches the two rounds are of: the count that is waited for is the same.
 3. An output may lie on its own rank's input. A reader writes the output of round c behind its own
    stager's post of round c, so that chunk of the input has been staged. The stager then reads
-   later chunks only, and no round writes where another one's chunk lies. (What fused_scatter does
-   not stage, its own part, the same thread of the reader reads and then writes.)
+   later chunks only (and chunk c, if it copies its own part to another place), and no round writes
+   where another one's chunk lies. (What fused_scatter does not stage, its own part, the same thread
+   of the reader reads and then writes.)
 
 A launch ends without looking whether its last rounds were read by others: who stages in their slots
 next will look. Its own rank's output is complete, and its input may be written again, for both
@@ -41,8 +45,10 @@ So nothing is staged over what a rank that comes too late still has to read, and
 posted either, that rank finds out in turn. A stager waits for twice as long: a rank whose reader
 does not post may itself wait for a third one, which its readers name by then.
 
-A read over the link takes one or two microseconds, so what a thread reads at once decides: four
-vectors of a gather; of a sum all ranks' at one place, and of two ranks at four places.
+A read over the link takes one or two microseconds, so what is under way decides. A thread reads two
+vectors of a gather at once, or all ranks' at one place of a sum, or two ranks' at two, and has the
+next ones under way when it stores them. More at once do not help; but a round should be four such
+lots or more, for what a block reads while it passes from one to the next is a lot.
 """
 
 from __future__ import annotations
@@ -77,7 +83,7 @@ _PLACES = 2  # at which it adds up two ranks' vectors at once
 _NUM_SLOTS = types.uint32(8)
 _SLOT_BITS = 3
 _SLOT_MASK = types.uint32(7)
-_MOST_WORDS = 16  # two of every rank, or of two ranks at four places
+_MOST_WORDS = 16  # two of every rank
 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
@@ -229,7 +235,7 @@ def _size_of(turn: int, chunk_nbytes: int, num_rounds: int, nbytes: int) -> int:
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
 def _load_early(begin: int, size: int, low: Any, high: Any) -> None:
-    """This thread's first four vectors of a chunk, if it is copied by vectors."""
+    """This thread's first vectors of a chunk, if it is copied by vectors."""
     is_aligned = ((begin | size) & 15) == 0
     thread = 16 * types.int64(cuda.threadIdx.x)
     _load_group(begin, thread, size if is_aligned else types.int64(0), low, high)
@@ -244,7 +250,7 @@ def _slot_of(count: int, staging: int, region_nbytes: int, slot_nbytes: int) -> 
 
 @cuda.jit(device=True, inline="always")  # type: ignore[misc]
 def _load_group(source: int, first: int, size: int, low: Any, high: Any) -> None:
-    """This thread's next four vectors of a chunk, as far as there are so many."""
+    """This thread's next vectors of a chunk, as far as there are so many."""
     step = 16 * types.int64(cuda.blockDim.x)
     for k in range(_UNROLLED):
         offset = first + k * step
@@ -303,8 +309,8 @@ def _load_row(
     """Load this thread's next vectors of ``size`` bytes of each other rank, and note where to.
 
     Rank p's are read at ``source + p * source_stride``. All is a multiple of 16. The vectors of all
-    ranks stand in one row, the right neighbour's first, and a thread has four under way whatever
-    their number.
+    ranks stand in one row, the right neighbour's first, and a thread has as many under way
+    whatever their number.
 
     Args:
         first: where in the row the block's next vectors begin.
@@ -527,7 +533,7 @@ def _load_words(
     size: int,
     words: Any,
 ) -> None:
-    """This thread's next vectors of every rank: of two ranks at four places, of more at one.
+    """This thread's next vectors of every rank: of two ranks at two places, of more at one.
 
     Args:
         given: where rank 0 has staged; the others lie ``region_nbytes`` apart.

@@ -133,6 +133,31 @@ class Store:
     outlives_kernel: bool
 
 
+class Later:
+    """A word that was asked for, and is what the memory holds when it is first used.
+
+    A load returns at once, but what it loads may come at any time until then.
+    """
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+        self._word: Any = None
+
+    def _come(self) -> Any:
+        if self._word is None:
+            self._word = self._load()
+        return self._word
+
+    def __int__(self) -> int:
+        return int(self._come())
+
+    def __rshift__(self, bits: Any) -> Any:
+        return self._come() >> bits
+
+    def __and__(self, mask: Any) -> Any:
+        return self._come() & mask
+
+
 class Play:
     """Ranks, their memory and their queues of kernels.
 
@@ -393,7 +418,17 @@ class Play:
         return tuple(TYPES.uint64(self._load(address + 8 * k, 8)) for k in range(2))
 
     def _load_vector_if(self, address: int, is_wanted: Any) -> tuple[Any, Any]:
-        return self._load_vector(address) if is_wanted else (TYPES.uint64(0), TYPES.uint64(0))
+        if not is_wanted:
+            return TYPES.uint64(0), TYPES.uint64(0)
+        if not self._range(address, 16).is_shared or self.chance.random() < 0.5:
+            return self._load_vector(address)
+        assert address % 16 == 0
+
+        def word(place: int) -> Any:
+            return Later(lambda: TYPES.uint64(self._load(place, 8)))
+
+        self._step()
+        return word(address), word(address + 8)
 
     def _store_vector(self, address: int, low: Any, high: Any) -> None:
         assert address % 16 == 0

@@ -139,12 +139,14 @@ class FakeAfter:
 
     def __init__(self) -> None:
         self.is_set = threading.Event()
+        self.num_given_back = 0
 
     def is_done(self) -> bool:
         return self.is_set.is_set()
 
     def give_back(self) -> None:
         assert self.is_set.is_set()
+        self.num_given_back += 1
 
 
 class FakeGate:
@@ -211,7 +213,7 @@ def test_a_remap_waits_for_its_fence_and_then_opens_the_gate(remapper: Remapper)
     until(lambda: gate.count == 1)
     assert changes == [0], "first the remap, then the gate"
     until(lambda: lane.is_idle)
-    assert lane.num_done == 1
+    assert (lane.num_done, after.num_given_back) == (1, 1)
     remapper.end(lane)
 
 

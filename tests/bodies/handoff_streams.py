@@ -47,6 +47,9 @@ class PlayedFence:
     def is_done(self) -> bool:
         return bool(self._streams._done[self._event])
 
+    def give_back(self) -> None:
+        assert self.is_done()
+
     def wait(self, timeout_s: float | None = None) -> None:
         self._streams.synchronize(_STREAM)
 
@@ -89,7 +92,7 @@ def played(world: World, timeout_s: float) -> Iterator[tuple[World, PlayedStream
         patch.setattr(signals, "HostOps", make_ops)
         patch.setattr(handoff_parts, "streams_wait", lambda world: True)
         patch.setattr(StreamsInUse, "use", lambda self, stream=None: _STREAM)
-        patch.setattr(StreamsInUse, "fence", lambda self: PlayedFence(streams))
+        patch.setattr(StreamsInUse, "fence", lambda self, but=None: PlayedFence(streams))
         try:
             yield inner, streams
             world.control.barrier()
