@@ -129,6 +129,16 @@ def test_invariant_4_a_call_that_is_left_by_an_interrupted_rank(ranks: Ranks) ->
     ranks.run("bodies.failures:interrupted")
 
 
+@pytest.mark.ranks(2, 3, backends=("host",))
+def test_a_barrier_that_is_left_by_an_interrupted_rank(ranks: Ranks) -> None:
+    ranks.run("bodies.failures:interrupted_barrier")
+
+
+@pytest.mark.ranks(2, backends=("host",))
+def test_a_world_that_is_closed_in_the_middle_of_a_call(ranks: Ranks) -> None:
+    ranks.run("bodies.failures:closed_by_a_handler")
+
+
 @pytest.mark.ranks(2, 3)
 def test_invariant_3_a_rank_that_is_at_another_step(ranks: Ranks) -> None:
     ranks.run("bodies.failures:out_of_step")

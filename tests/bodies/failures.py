@@ -461,11 +461,15 @@ class Interrupted(Exception):
 
 
 @contextlib.contextmanager
-def interruption(after_s: float) -> Iterator[None]:
-    """Let a signal handler raise ``Interrupted`` in the main thread soon."""
+def interruption(
+    after_s: float, act: Callable[[], object] = lambda: None, *, raises: bool = True
+) -> Iterator[None]:
+    """Let a signal handler do something in the main thread soon, and raise ``Interrupted``."""
 
     def handle(number: int, frame: object) -> None:
-        raise Interrupted
+        act()
+        if raises:
+            raise Interrupted
 
     before = signal.signal(signal.SIGALRM, handle)
     signal.setitimer(signal.ITIMER_REAL, after_s)
@@ -510,4 +514,39 @@ def out_of_step(world: World) -> None:
         assert isinstance(error, CollectiveMismatch), error
         assert error.requests[victim] == "second (begun)"
         assert error.requests[0] == "the middle of it (a later step)"
-        assert isinstance(failure(board.barrier), PeerError)
+        error = failure(board.barrier)
+        others = tuple(range(victim)) if world.rank == victim else (victim,)
+        assert isinstance(error, PeerError) and error.ranks == others, error
+
+
+def interrupted_barrier(world: World) -> None:
+    """A rank that is interrupted in a barrier of a span does not go on as if it were in step."""
+    victim = world.world_size - 1
+    with short_lived(world, 1.0) as inner:
+        span = Span.allocate(inner, (8, 8), torch.float32)
+        if world.rank == victim:
+            with interruption(0.2):
+                assert isinstance(failure(span.barrier), Interrupted)
+            error = failure(span.barrier)
+            assert isinstance(error, PeerError) and error.ranks == (victim,), error
+        world.control.barrier()
+        if world.rank != victim:
+            span.barrier()  # the victim had come to this one
+            error = failure(span.barrier)
+            assert isinstance(error, PeerError) and victim in error.ranks, error
+        world.control.barrier()
+        span.close(force=True)
+
+
+def closed_by_a_handler(world: World) -> None:
+    """A signal handler closes the world of the call that it comes into; it may raise or return."""
+    for raises in (True, False):
+        for name in ("host_barrier", "barrier"):
+            with short_lived(world, 5.0) as inner:
+                span = Span.allocate(inner, (8, 8), torch.float32)
+                if world.rank == 0:
+                    with interruption(0.2, inner.close, raises=raises):
+                        error = failure(getattr(span, name))
+                    assert isinstance(error, Interrupted if raises else ClosedError), error
+                world.control.barrier()
+                span.close(force=True)

@@ -119,6 +119,7 @@ class Board:
         self.check()
         if timeout_s is None or not is_deadline(timeout_s):
             timeout_s = self.timeout_s
+        self._pages.hold()
         try:
             return self._exchanged(message, timeout_s)
         except PeerError:
@@ -126,6 +127,8 @@ class Board:
         except BaseException:
             self._leave()
             raise
+        finally:
+            self._pages.let_go()
 
     def _exchanged(self, message: bytes, timeout_s: float) -> list[bytes]:
         """Every rank's message, in as many rounds as the longest takes."""
@@ -221,13 +224,17 @@ class Board:
                 for rank, other in enumerate(said)
             }
             # All have seen the same: nobody needs to be told.
-            self._broken = PeerError([self.rank], "ranks were at different steps of their calls")
+            others = [
+                rank for rank, other in enumerate(said) if not _is_step(other) or other[0] != kind
+            ]
+            self._broken = PeerError(others, "ranks were at different steps of their calls")
             raise CollectiveMismatch(what, shown)
         return [other[1:] for other in said]
 
     def close(self) -> None:
         """Unmap the pages; every later call raises ``ClosedError``."""
         self._is_closed = True
+        self._ops.close()
         self._pages.close()
 
     def _meet(self, timeout_s: float) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 
 from tpspan import kernels
-from tpspan.errors import PeerError
+from tpspan.errors import ClosedError, PeerError
 from tpspan.spans.exchange import Exchange
 from tpspan.spans.pages import Pages
 
@@ -18,6 +18,9 @@ _SAME_CALLS = "all ranks must make the same collective calls in the same order"
 
 class HostOps:
     """Post, wait and barrier of the calling thread over pages of counters (``SignalOps``).
+
+    An exception that comes into a barrier or a wait from elsewhere, such as that of a signal
+    handler, leaves the ranks out of step: this one counts as missing from then on.
 
     Args:
         pages: hold the counters; their content begins as zeros, as that of new host memory does.
@@ -39,6 +42,7 @@ class HostOps:
         self._posts: dict[tuple[int, int], tuple[int, int]] = {}
         self._counters: dict[tuple[int, int], int] = {}
         self._missing: tuple[int, ...] = ()
+        self._is_closed = False
 
     def barrier(
         self,
@@ -57,7 +61,7 @@ class HostOps:
         num_cores = self.num_cores
         epoch = self._count("epoch", slot, 0)
         address = ctypes.addressof(epoch)
-        self._until(
+        self._in_step(
             lambda left_s: kernels.host_barrier(
                 *place, self._world_size, address, left_s, num_cores=num_cores
             ),
@@ -85,7 +89,7 @@ class HostOps:
         expected = self._count("expected", slot, peer)
         address = ctypes.addressof(expected)
         counter = self._pages.counter(slot, self._rank, peer)
-        self._until(
+        self._in_step(
             lambda left_s: kernels.host_wait(
                 counter, address, left_s, peer=peer, num_cores=self.num_cores
             ),
@@ -146,7 +150,23 @@ class HostOps:
         return self._missing
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Let who still waits, interrupted by who closes, wait no longer."""
+        self._is_closed = True
+
+    def _in_step(
+        self,
+        attempt: Callable[[float], tuple[int, ...]],
+        count: ctypes.c_uint32,
+        timeout_s: float | None,
+    ) -> None:
+        """Wait for what counts on by one: who is torn out of it no longer knows how far it is."""
+        try:
+            self._until(attempt, count, timeout_s)
+        except PeerError:
+            raise
+        except BaseException:
+            self._missing = (self._rank,)
+            raise
 
     def _until(
         self,
@@ -155,21 +175,27 @@ class HostOps:
         timeout_s: float | None,
         what: str = _SAME_CALLS,
     ) -> None:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        while True:
-            left_s = max(deadline - time.monotonic(), 0.0)
-            missing = attempt(min(left_s, _LOOK_FOR_DEAD_S))
-            if not missing:
-                return
-            count.value -= 1  # the attempt is made again: it must not count twice
-            dead = set(self._exchange.dead_peers()) & set(missing)
-            if dead:
-                self._missing = tuple(sorted(dead))
-                raise PeerError(dead, _ENDED)
-            if time.monotonic() >= deadline:
-                self._missing = missing
-                raise PeerError(missing, f"did not come within {timeout_s:g} s; {what}")
+        self._pages.hold()
+        try:
+            timeout_s = self._timeout_s if timeout_s is None else timeout_s
+            deadline = time.monotonic() + timeout_s
+            while True:
+                left_s = max(deadline - time.monotonic(), 0.0)
+                missing = attempt(min(left_s, _LOOK_FOR_DEAD_S))
+                if self._is_closed:
+                    raise ClosedError("the world was closed while this call waited")
+                if not missing:
+                    return
+                count.value -= 1  # the attempt is made again: it must not count twice
+                dead = set(self._exchange.dead_peers()) & set(missing)
+                if dead:
+                    self._missing = tuple(sorted(dead))
+                    raise PeerError(dead, _ENDED)
+                if time.monotonic() >= deadline:
+                    self._missing = missing
+                    raise PeerError(missing, f"did not come within {timeout_s:g} s; {what}")
+        finally:
+            self._pages.let_go()
 
     def _count(self, kind: str, slot: int, peer: int) -> ctypes.c_uint32:
         return self._counts.setdefault((kind, slot, peer), ctypes.c_uint32())

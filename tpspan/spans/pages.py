@@ -60,6 +60,8 @@ class Pages:
             self._undo = undo.pop_all()
         self.base_address = reservation.address
         self._world_size = exchange.world_size
+        self._holders: list[None] = []  # appending and popping is atomic
+        self._is_closed = False
 
     def address_of(self, rank: int) -> int:
         """Where the page of a rank is mapped."""
@@ -70,6 +72,18 @@ class Pages:
         place = (self.base_address, self.page_nbytes, self._world_size)
         return kernels.counter_address(*place, slot, receiver, sender)
 
+    def hold(self) -> None:
+        """Keep the pages mapped until ``let_go``: a signal handler may close them in a call."""
+        self._holders.append(None)
+
+    def let_go(self) -> None:
+        """The counterpart of ``hold``."""
+        self._holders.pop()
+        if self._is_closed:
+            self.close()
+
     def close(self) -> None:
         """Unmap the pages and drop the blocks; peers that still map this rank's keep reading it."""
-        self._undo.close()
+        self._is_closed = True
+        if not self._holders:
+            self._undo.close()

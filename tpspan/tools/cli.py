@@ -76,7 +76,8 @@ def run(
 ) -> None:
     """Run a script on N ranks of this machine: tpspan run -n 4 train.py --its --options.
 
-    The exit code is the job's. If a rank fails all end, and its traceback is printed last.
+    The exit code is the job's. If a rank fails all end; in a world of tpspan.init() its traceback
+    is printed last.
     """
     from tpspan.errors import LaunchError
     from tpspan.launch.run import run as start
